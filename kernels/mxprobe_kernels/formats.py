@@ -1,0 +1,165 @@
+"""Number formats, scale rules and corrections: the one place where each is named.
+
+Shared by the statistics kernels, the what-ifs, emulation, the verdict and the snippets. Standard library
+only and Python 3.9 syntax, because the agent ships this file into the attached process.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Dict, Optional, Tuple, Union
+
+
+class Rule(str, Enum):
+    """How the power-of-two (E8M0) scale of a block follows from its amax m. Names are torchao's."""
+
+    RCEIL = "rceil"
+    """2^ceil(log2(m/6)): never saturates. TransformerEngine, torchao RCEIL, the paper's "ceiling"."""
+    FLOOR = "floor"
+    """2^(floor(log2 m) - 2): OCP MX v1.0; 6 < m/s < 8 saturates."""
+    EVEN = "even"
+    """Round m to the element's mantissa width (ties to even), then as floor. vLLM, Quark."""
+    CEIL = "ceil"
+    """2^(ceil(log2 m) - 2): torchao CEIL."""
+    OAS = "oas"
+    """Overflow-aware: as rceil, but a scaled max in (3, 3.5] is doubled into saturation."""
+    FLOOR_DIV = "floor_div"
+    """2^floor(log2(m/6)): nearly every block clips. Never chosen: the signature of a serving bug."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def covers_amax(self) -> bool:
+        """True where s >= s* always holds, so that the deadzone is orthogonal to the other components."""
+        return self in (Rule.RCEIL, Rule.CEIL)
+
+
+class ScaleType(str, Enum):
+    E8M0 = "e8m0"
+    E4M3 = "e4m3"
+    FP32 = "fp32"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Format:
+    """A block format. Elements are symmetric around zero; `grid` lists the non-negative values in order."""
+
+    name: str
+    grid: Tuple[float, ...]
+    block: int
+    """Elements that share a scale, consecutive along the contraction axis."""
+    scale: ScaleType
+    tensor_scale: bool = False
+    """True where a second, fp32 scale for the whole tensor is applied first (NVFP4)."""
+
+    @property
+    def qmax(self) -> float:
+        return self.grid[-1]
+
+
+E2M1_GRID: Tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+MXFP4 = Format("mxfp4", E2M1_GRID, block=32, scale=ScaleType.E8M0)
+
+FORMATS: Dict[str, Format] = {MXFP4.name: MXFP4}
+
+
+def get_format(format: Union[str, Format]) -> Format:
+    """The format record of that name. Raises ValueError naming the known ones."""
+    if isinstance(format, Format):
+        return format
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(sorted(FORMATS))}")
+    return FORMATS[format]
+
+
+def get_rule(rule: Union[str, Rule]) -> Rule:
+    """The scale rule of that name. Raises ValueError naming the known ones."""
+    try:
+        return Rule(rule)
+    except ValueError:
+        raise ValueError(f"unknown scale rule {rule!r}; known: {', '.join(r.value for r in Rule)}") from None
+
+
+class CorrectionKind(str, Enum):
+    RULE = "rule"
+    """Another scale rule: `rule:even`."""
+    MACRO_BLOCK_SCALING = "mbs"
+    """An 8-bit mantissa shared by B elements: `mbs:128`."""
+    OUTLIER_FALLBACK = "of"
+    """A second pass on the residual, weighted by alpha: `of:0.5`."""
+    HADAMARD = "had"
+    """Random Hadamard rotation of that size before quantizing: `had:32`."""
+    NVFP4 = "nvfp4"
+    MXFP8 = "mxfp8"
+    KEEP_HIGH_PRECISION = "keep_high_precision"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_PARAMETRIC = {
+    CorrectionKind.RULE,
+    CorrectionKind.MACRO_BLOCK_SCALING,
+    CorrectionKind.OUTLIER_FALLBACK,
+    CorrectionKind.HADAMARD,
+}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One correction, spelled the same in what-ifs, emulation, verdicts and snippets."""
+
+    kind: CorrectionKind
+    parameter: Optional[Union[float, int, Rule]] = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Correction":
+        """Parse `rule:even`, `mbs:128`, `of:0.5`, `had:32`, `nvfp4`, ...; ValueError says what is wrong."""
+        name, colon, value = text.partition(":")
+        try:
+            kind = CorrectionKind(name)
+        except ValueError:
+            known = ", ".join(k.value + (":…" if k in _PARAMETRIC else "") for k in CorrectionKind)
+            raise ValueError(f"unknown correction {text!r}; known: {known}") from None
+        if (kind in _PARAMETRIC) != bool(colon):
+            wants = "takes a parameter" if kind in _PARAMETRIC else "takes no parameter"
+            raise ValueError(f"correction {text!r}: {name} {wants}")
+        if not colon:
+            return cls(kind)
+        if kind is CorrectionKind.RULE:
+            return cls(kind, get_rule(value))
+        try:
+            number: Union[int, float] = float(value) if kind is CorrectionKind.OUTLIER_FALLBACK else int(value)
+        except ValueError:
+            raise ValueError(f"correction {text!r}: {value!r} is not a number") from None
+        if number <= 0:
+            raise ValueError(f"correction {text!r}: the parameter must be positive")
+        return cls(kind, number)
+
+    def __str__(self) -> str:
+        return self.kind.value if self.parameter is None else f"{self.kind.value}:{self.parameter}"
+
+    @property
+    def keeps_format(self) -> bool:
+        """True where the result is still MXFP4 elements with power-of-two block scales."""
+        return self.kind in _PARAMETRIC
+
+
+DEFAULT_WHATIFS: Tuple[str, ...] = (
+    "rule:floor",
+    "rule:even",
+    "rule:ceil",
+    "mbs:32",
+    "mbs:64",
+    "mbs:128",
+    "of:0.5",
+    "of:1.0",
+    "had:32",
+    "nvfp4",
+    "mxfp8",
+)
+"""The corrections that a probed step scores on the tensors at hand."""

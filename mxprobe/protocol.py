@@ -1,0 +1,123 @@
+"""The wire between the agent (in the user's process) and the controller (which writes the trace).
+
+One Unix stream socket, owned by the controller, in a 0700 directory. Both the agent and the command-line
+clients (`detach`, `status`) connect to it; the first frame says who calls. A frame is a 4-byte big-endian
+length and a JSON object with a `verb`. No pickle, nothing is evaluated, lengths and verbs are checked.
+Standard library only and Python 3.9 syntax: the agent ships this file.
+
+    agent -> controller   hello     {token, pid, protocol, python, torch, ...}
+                          attached  {roots, modules, role, step}           hooks are in
+                          failed    {reason, detail}                       observed, but could not attach
+                          batch     {seq, table, columns: {name: [...]}}   rows; kept until acknowledged
+                          status    {...}                                  answer to `status`
+                          detached  {steps, ...}                           hooks are out; the socket closes next
+    controller -> agent   attach    {config}                               answer to hello
+                          ack       {seq}                                  that batch is on disk
+                          ping      {}                                     renews the lease
+                          status    {}
+                          detach    {}
+    client -> controller  status    {}            -> status {...}
+                          detach    {}            -> detached {...}
+"""
+
+import json
+import socket
+import struct
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Dict, Optional, Tuple
+
+from mxprobe_kernels.formats import DEFAULT_WHATIFS
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+VERBS = frozenset({"hello", "attach", "attached", "failed", "batch", "ack", "ping", "status", "detach", "detached"})
+
+Frame = Dict[str, Any]
+
+
+class ProtocolError(Exception):
+    """The peer sent something that is not a frame of this protocol."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What the controller asks of the agent. Travels as JSON in the `attach` frame."""
+
+    every: int = 50
+    """Probe every N-th optimizer step (X, G, realised output error)."""
+    weights_every: int = 200
+    """Decompose W every N-th optimizer step (a multiple of `every` is probed together with it)."""
+    layers: Tuple[str, ...] = ("*",)
+    """Globs over module names; a module is probed if one matches."""
+    format: str = "mxfp4"
+    rule: str = "rceil"
+    """Rule of the hypothetical quantizer in `tensors` and `whatif`; the run's own is inferred, see `outputs`."""
+    whatifs: Tuple[str, ...] = DEFAULT_WHATIFS
+    max_rows: int = 512
+    """Rows of X and G measured per module and probed step; more are sampled."""
+    max_features: int = 4096
+    """Output features of W used for output errors; more are sampled."""
+    step_timeout_s: float = 60.0
+    """How long to wait for the first optimizer step (or rollout) before giving up."""
+    lease_s: float = 10.0
+    """Without a ping for so long, the agent takes itself off."""
+    error_budget: int = 20
+    """Swallowed exceptions after which the agent takes itself off."""
+
+    def to_json(self) -> Dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Dict[str, Any]) -> "AgentConfig":
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ProtocolError(f"unknown config keys: {', '.join(unknown)}")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+def encode(frame: Frame) -> bytes:
+    """Length-prefixed bytes of a frame. Floats keep all digits; NaN and infinities survive."""
+    body = json.dumps(frame, separators=(",", ":")).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return struct.pack(">I", len(body)) + body
+
+
+def send_frame(sock: socket.socket, frame: Frame) -> int:
+    """Send one frame; returns its size in bytes. OSError when the peer is gone."""
+    data = encode(frame)
+    sock.sendall(data)
+    return len(data)
+
+
+def recv_frame(sock: socket.socket) -> Optional[Frame]:
+    """The next frame, or None at a clean end of stream. ProtocolError on anything malformed."""
+    head = _recv_exactly(sock, 4)
+    if head is None:
+        return None
+    (size,) = struct.unpack(">I", head)
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+    body = _recv_exactly(sock, size)
+    if body is None:
+        raise ProtocolError("stream ended inside a frame")
+    try:
+        frame = json.loads(body)
+    except ValueError as error:
+        raise ProtocolError(f"frame is not JSON: {error}") from None
+    if not isinstance(frame, dict) or frame.get("verb") not in VERBS:
+        raise ProtocolError("frame has no known verb")
+    return frame
+
+
+def _recv_exactly(sock: socket.socket, size: int) -> Optional[bytes]:
+    chunks = bytearray()
+    while len(chunks) < size:
+        chunk = sock.recv(min(size - len(chunks), 1 << 20))
+        if not chunk:
+            if chunks:
+                raise ProtocolError("stream ended inside a frame")
+            return None
+        chunks += chunk
+    return bytes(chunks)

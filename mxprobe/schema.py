@@ -1,0 +1,206 @@
+"""The trace's vocabulary: enumerations, tables and columns. Every name that two rooms share is spelled here.
+
+Standard library only and Python 3.9 syntax: the agent ships this file. Arrow types are made on demand by
+`mxprobe.trace`, from the type names used here.
+"""
+
+from enum import Enum
+from typing import Dict, Tuple
+
+from mxprobe_kernels.formats import Rule as Rule
+
+SCHEMA_VERSION = 1
+
+
+class Role(str, Enum):
+    """A GEMM operand, named by tensor and by the GEMM that consumes it."""
+
+    X_FWD = "x_fwd"
+    W_FWD = "w_fwd"
+    G_DGRAD = "g_dgrad"
+    W_DGRAD = "w_dgrad"
+    G_WGRAD = "g_wgrad"
+    X_WGRAD = "x_wgrad"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Phase(str, Enum):
+    TRAIN = "train"
+    ROLLOUT = "rollout"
+    EVAL = "eval"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Component(str, Enum):
+    SCALE = "scale"
+    DEADZONE = "deadzone"
+    GRID = "grid"
+    SATURATION = "saturation"
+    MIXED = "mixed"
+    NONE = "none"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Verdict(str, Enum):
+    """The outcome of `recommend`. `PLAIN_WORDS` gives the sentence a person reads."""
+
+    NOTHING_QUANTIZED = "nothing_quantized"
+    NOT_ENOUGH_EVIDENCE = "not_enough_evidence"
+    NONE_NEEDED = "none_needed"
+    NOT_EXPLAINED = "not_explained"
+    ENABLE = "enable"
+    UNDECIDED = "undecided"
+    KEEP_HIGH_PRECISION = "keep_high_precision"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+PLAIN_WORDS: Dict[Verdict, str] = {
+    Verdict.NOTHING_QUANTIZED: "nothing is quantized here",
+    Verdict.NOT_ENOUGH_EVIDENCE: "not enough evidence",
+    Verdict.NONE_NEEDED: "none needed",
+    Verdict.NOT_EXPLAINED: "not explained by MXFP4 rounding",
+    Verdict.ENABLE: "enable a correction",
+    Verdict.UNDECIDED: "undecided between corrections",
+    Verdict.KEEP_HIGH_PRECISION: "keep in high precision",
+}
+
+# Arrow type names: int64, int32, float64, bool, string, dict (dictionary-encoded string),
+# list<int64>, list<int64:N> (fixed size).
+Columns = Tuple[Tuple[str, str], ...]
+
+_WHEN: Columns = (("step", "int64"), ("micro_step", "int32"), ("time_ns", "int64"))
+_OPERAND: Columns = (
+    *_WHEN,
+    ("module", "dict"),
+    ("role", "dict"),
+    ("phase", "dict"),
+    ("format", "dict"),
+    ("rule", "dict"),
+    ("sampled_frac", "float64"),  # rows measured / rows there were
+    ("n_clusters", "int64"),  # rows (or 32-token tiles) measured: the sampling units
+)
+
+ENERGY_SUMS: Tuple[str, ...] = (
+    "sum_x2",
+    "sum_e2",
+    "sum_scale2",
+    "sum_dz2",
+    "sum_grid2",
+    "sum_scale_grid",
+    "sum_scale_dz",
+    "sum_xq",
+    "sum_xqstar",
+    "sum_e",
+    "sum_sat2",  # energy of e_scale where |x| > 6 s: the fourth term of rules that can saturate
+    "sum_e2_on_d",  # total error energy on the deadzone D
+    "sum_e2_zeroed",  # total error energy where Q = 0, x != 0 (realised split)
+    "sum_e2_saturated",  # total error energy where |x| > 6 s (realised split)
+)
+COUNTS: Tuple[str, ...] = (
+    "n",
+    "n_deadzone",
+    "n_zeroed",
+    "n_zeroed_by_scale",  # zeroed although Q* is not: the power-of-two scale's doing
+    "n_saturated",
+    "n_clamped",  # blocks whose scale left E8M0's range
+    "n_nonfinite",
+    "n_blocks",
+    "n_blocks_excluded",
+)
+OUTPUT_SUMS: Tuple[str, ...] = (
+    # Squared Frobenius norms of the consuming GEMM's output error, one operand perturbed, on the sampled rows.
+    "out_ref2",  # the exact product
+    "out_e2",
+    "out_scale2",
+    "out_dz2",
+    "out_grid2",
+    "out_scale_dz",  # inner products
+    "out_scale_grid",
+    "out_dz_grid",
+    "out_zeroed2",  # error made on realised-zeroed elements alone
+    "out_saturated2",
+)
+
+DELTA_BINS = 32
+CODE_BINS = 16
+
+TABLES: Dict[str, Columns] = {
+    "tensors": (
+        *_OPERAND,
+        *((name, "int64") for name in COUNTS),
+        *((name, "float64") for name in ENERGY_SUMS),
+        ("amax", "float64"),
+        ("delta_hist", f"list<int64:{DELTA_BINS}>"),  # log2(s/s*) in [0, 1); outside is clipped to the end bins
+        ("code_hist", f"list<int64:{CODE_BINS}>"),  # sign * 8 + E2M1 code
+        *((name, "float64") for name in OUTPUT_SUMS),
+    ),
+    # One row per module and phase: does the layer do what its inputs and weights say it should?
+    "outputs": (
+        *_WHEN,
+        ("module", "dict"),
+        ("phase", "dict"),
+        ("recipe_x", "dict"),  # inferred from the values: "none" or "<format>+<rule or correction>"
+        ("recipe_w", "dict"),
+        ("exact", "bool"),  # the recipe reproduces y: residual2 <= 1e-5 ref2
+        ("sampled_frac", "float64"),
+        ("n_rows", "int64"),
+        ("ref2", "float64"),  # ||x W^T||^2 with the trainer's current W, high precision
+        ("realised2", "float64"),  # ||y - b - x W^T||^2
+        ("predicted2", "float64"),  # ||Q(x) Q(W)^T - x W^T||^2 under the inferred recipe
+        ("residual2", "float64"),  # ||y - b - Q(x) Q(W)^T||^2
+    ),
+    "whatif": (
+        *_OPERAND,
+        ("correction", "dict"),
+        ("n", "int64"),
+        ("n_zeroed", "int64"),
+        ("sum_e2", "float64"),
+        ("sum_e2_on_d", "float64"),  # on the D of the uncorrected quantizer
+        ("out_ref2", "float64"),
+        ("out_e2", "float64"),
+        ("out_zeroed2", "float64"),  # output error left on the elements the uncorrected quantizer zeroed
+    ),
+    "signals": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("source", "dict"),  # the sink that was wrapped
+        ("framework", "dict"),
+        ("raw_key", "dict"),
+        ("metric", "dict"),  # canonical name, "" when unmapped
+        ("estimator", "dict"),
+        ("value", "float64"),
+    ),
+    "events": (("step", "int64"), ("time_ns", "int64"), ("kind", "dict"), ("detail", "string")),
+    # The last row per module wins: written at attach, again at detach with the counts.
+    "modules": (
+        ("time_ns", "int64"),
+        ("module", "dict"),
+        ("class_name", "dict"),
+        ("dtype", "dict"),
+        ("shape", "list<int64>"),
+        ("n_parameters", "int64"),
+        ("status", "dict"),  # probed, not_selected, not_called, not_linear
+        ("reason", "string"),
+        ("train_rows", "int64"),  # rows through its GEMM per training step, seen by the hook
+        ("rollout_rows", "int64"),
+        ("gemm_flops", "float64"),  # forward FLOPs per training step: 2 * rows * parameters; estimated if not seen
+    ),
+    "overhead": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("probed", "bool"),
+        ("step_ns", "int64"),  # since the previous optimizer step, probe included
+        ("probe_ns", "int64"),  # spent in our hooks in this step
+        ("n_dropped", "int64"),  # rows given up since attach (queue full)
+        ("n_errors", "int64"),  # exceptions swallowed since attach
+        ("sent_bytes", "int64"),
+    ),
+}
