@@ -28,13 +28,14 @@ def command(scenario: str, seed: int, output: Path | None) -> None:
     The job is a plain Python script in a process of its own. Takes about two minutes.
     """
     require_trl()
-    from mxprobe.attribution import recommend
     from mxprobe.cli.recommend import show
-    from mxprobe.trace import open_trace
-    from mxprobe_reports import write_report
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from mxprobe.attribution import recommend
+    from mxprobe.trace import open_trace
+    from mxprobe_reports import write_report
 
     chosen = Scenario(scenario)
     paths = DemoPaths(output or Path(f"mxprobe-demo-{chosen}-{datetime.now():%Y%m%d-%H%M%S}"))

@@ -11,6 +11,9 @@ can be planted at the inputs of q/k/v/gate/up.
 Writes DIR/metrics.jsonl (one line per step, as it trains) and DIR/result.json (hash of the final parameters).
 """
 
+# A user's script, against libraries that are only partly typed.
+# pyright: basic, reportAttributeAccessIssue=false, reportArgumentType=false
+
 import argparse
 import hashlib
 import json
@@ -180,7 +183,7 @@ def parameters_sha256(model: nn.Module) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="job.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="job.py", description="GRPO on a tiny Qwen3")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)
