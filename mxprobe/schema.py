@@ -7,6 +7,10 @@ Standard library only and Python 3.9 syntax: the agent ships this file. Arrow ty
 from enum import Enum
 from typing import Dict, Tuple
 
+from mxprobe_kernels.columns import CODE_BINS as CODE_BINS
+from mxprobe_kernels.columns import COUNTS as COUNTS
+from mxprobe_kernels.columns import DELTA_BINS as DELTA_BINS
+from mxprobe_kernels.columns import ENERGY_SUMS as ENERGY_SUMS
 from mxprobe_kernels.formats import Rule as Rule
 
 SCHEMA_VERSION = 1
@@ -88,33 +92,6 @@ _OPERAND: Columns = (
     ("n_clusters", "int64"),  # rows (or 32-token tiles) measured: the sampling units
 )
 
-ENERGY_SUMS: Tuple[str, ...] = (
-    "sum_x2",
-    "sum_e2",
-    "sum_scale2",
-    "sum_dz2",
-    "sum_grid2",
-    "sum_scale_grid",
-    "sum_scale_dz",
-    "sum_xq",
-    "sum_xqstar",
-    "sum_e",
-    "sum_sat2",  # energy of e_scale where |x| > 6 s: the fourth term of rules that can saturate
-    "sum_e2_on_d",  # total error energy on the deadzone D
-    "sum_e2_zeroed",  # total error energy where Q = 0, x != 0 (realised split)
-    "sum_e2_saturated",  # total error energy where |x| > 6 s (realised split)
-)
-COUNTS: Tuple[str, ...] = (
-    "n",
-    "n_deadzone",
-    "n_zeroed",
-    "n_zeroed_by_scale",  # zeroed although Q* is not: the power-of-two scale's doing
-    "n_saturated",
-    "n_clamped",  # blocks whose scale left E8M0's range
-    "n_nonfinite",
-    "n_blocks",
-    "n_blocks_excluded",
-)
 OUTPUT_SUMS: Tuple[str, ...] = (
     # Squared Frobenius norms of the consuming GEMM's output error, one operand perturbed, on the sampled rows.
     "out_ref2",  # the exact product
@@ -128,9 +105,6 @@ OUTPUT_SUMS: Tuple[str, ...] = (
     "out_zeroed2",  # error made on realised-zeroed elements alone
     "out_saturated2",
 )
-
-DELTA_BINS = 32
-CODE_BINS = 16
 
 TABLES: Dict[str, Columns] = {
     "tensors": (

@@ -6,6 +6,7 @@ only and Python 3.9 syntax, because the agent ships this file into the attached 
 
 from dataclasses import dataclass
 from enum import Enum
+from math import frexp
 from typing import Dict, Optional, Tuple, Union
 
 
@@ -54,17 +55,59 @@ class Format:
     scale: ScaleType
     tensor_scale: bool = False
     """True where a second, fp32 scale for the whole tensor is applied first (NVFP4)."""
+    mantissa_bits: int = 1
+    """Explicit mantissa bits of an element."""
+    min_exponent: int = 0
+    """Exponent of the smallest normal element; below it the step stays 2^(min_exponent - mantissa_bits)."""
 
     @property
     def qmax(self) -> float:
         return self.grid[-1]
 
+    @property
+    def max_exponent(self) -> int:
+        """floor(log2(qmax)): "emax" of the OCP MX specification."""
+        return frexp(self.qmax)[1] - 1
+
+    def amax_bias(self, rule: "Rule") -> int:
+        """What a rule adds to the bits of the fp32 amax before its exponent is read.
+
+        exponent = ((bits(amax) + amax_bias) >> 23) - 127 - max_exponent, clamped to [-127, 127]. A carry out of
+        the mantissa field is the rule's "round up"; no logarithm and no division is taken, so no rounding of
+        theirs can move a scale.
+        """
+        qmax_mantissa = int((frexp(self.qmax)[0] * 2 - 1) * 2**23)
+        half_step = 1 << (22 - self.mantissa_bits)
+        return {
+            Rule.RCEIL: 0x7FFFFF - qmax_mantissa,
+            Rule.FLOOR: 0,
+            Rule.EVEN: half_step,
+            Rule.CEIL: 0x7FFFFF,
+            Rule.OAS: half_step - 1,
+            Rule.FLOOR_DIV: -qmax_mantissa,
+        }[rule]
+
 
 E2M1_GRID: Tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-MXFP4 = Format("mxfp4", E2M1_GRID, block=32, scale=ScaleType.E8M0)
 
-FORMATS: Dict[str, Format] = {MXFP4.name: MXFP4}
+
+def minifloat_grid(mantissa_bits: int, min_exponent: int, qmax: float) -> Tuple[float, ...]:
+    """Non-negative values of a mini-float, subnormals included, up to and including qmax."""
+    steps = 2**mantissa_bits
+    values = [i * 2.0 ** (min_exponent - mantissa_bits) for i in range(steps)]
+    exponent = min_exponent
+    while values[-1] < qmax:
+        values += [(1 + i / steps) * 2.0**exponent for i in range(steps)]
+        exponent += 1
+    return tuple(v for v in values if v <= qmax)
+
+
+MXFP4 = Format("mxfp4", E2M1_GRID, block=32, scale=ScaleType.E8M0)
+MXFP8 = Format("mxfp8", minifloat_grid(3, -6, 448.0), 32, ScaleType.E8M0, mantissa_bits=3, min_exponent=-6)
+NVFP4 = Format("nvfp4", E2M1_GRID, block=16, scale=ScaleType.E4M3, tensor_scale=True)
+
+FORMATS: Dict[str, Format] = {f.name: f for f in (MXFP4, MXFP8, NVFP4)}
 
 
 def get_format(format: Union[str, Format]) -> Format:

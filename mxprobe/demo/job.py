@@ -39,7 +39,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 BLOCK = 32
 RECIPES = ("none", "mxfp4", "mxfp4+of", "stale")
@@ -97,7 +97,7 @@ class DivideChannels(nn.Module):
         self.register_buffer("gain", gain)
 
     def forward(self, weight: Tensor) -> Tensor:
-        return weight / self.gain
+        return weight / self.gain  # pyright: ignore[reportOperatorIssue]
 
 
 def plant_outliers(model: Qwen3ForCausalLM, gain: float) -> None:
