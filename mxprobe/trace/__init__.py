@@ -1,0 +1,7 @@
+"""The trace on disk: write it durably, read it back whatever happened to the writer, compact it to Parquet."""
+
+from .compaction import compact
+from .reader import Trace, open_trace
+from .writer import TraceWriter
+
+__all__ = ["Trace", "TraceWriter", "compact", "open_trace"]

@@ -1,0 +1,86 @@
+"""Arrow schemas, made from the type names of `mxprobe.schema`.
+
+Two spellings of each table: `live_schema` holds names as plain strings, so that every record batch stands
+alone and a stream cut anywhere loses only its tail; `table_schema` dictionary-encodes them, for Parquet and
+for frames.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+
+from mxprobe.errors import TraceError
+from mxprobe.schema import TABLES
+
+_SCALARS: dict[str, Callable[[], Any]] = {
+    "int64": pa.int64,
+    "int32": pa.int32,
+    "float64": pa.float64,
+    "bool": pa.bool_,
+    "string": pa.string,
+}
+_LIST = re.compile(r"list<int64(?::(\d+))?>")
+
+
+def columns_of(table: str) -> dict[str, str]:
+    """Column name -> type name of a table. TraceError when the schema has no such table."""
+    if table not in TABLES:
+        raise TraceError(
+            f"no table named {table!r} in a trace",
+            cause="a typing error, or rows made by another version of mxprobe",
+            remedy=f"use one of: {', '.join(TABLES)}",
+        )
+    return dict(TABLES[table])
+
+
+def arrow_type(name: str, *, dictionary: bool) -> Any:
+    """The Arrow type of a type name; `dict` becomes a dictionary of strings or, without, plain strings."""
+    if name == "dict":
+        return pa.dictionary(pa.int32(), pa.string()) if dictionary else pa.string()
+    if name in _SCALARS:
+        return _SCALARS[name]()
+    match = _LIST.fullmatch(name)
+    if match is None:
+        raise ValueError(f"unknown type name {name!r} in mxprobe.schema")
+    return pa.list_(pa.int64(), int(match[1])) if match[1] else pa.list_(pa.int64())
+
+
+@cache
+def live_schema(table: str) -> Any:
+    """Schema of `live/rank=R/<table>.arrows`."""
+    return pa.schema([(name, arrow_type(kind, dictionary=False)) for name, kind in columns_of(table).items()])
+
+
+@cache
+def table_schema(table: str) -> Any:
+    """Schema of `<table>/rank=R/part-*.parquet` and of the frames."""
+    return pa.schema([(name, arrow_type(kind, dictionary=True)) for name, kind in columns_of(table).items()])
+
+
+def conform(data: Any, table: str) -> Any:
+    """A `pa.Table` of any version cast to this version's columns: missing ones null, unknown ones dropped.
+
+    Raises:
+        TraceError: a column holds another type than the schema says.
+    """
+    schema = table_schema(table)
+    arrays: list[Any] = []
+    for field in schema:
+        if field.name not in data.column_names:
+            arrays.append(pa.nulls(data.num_rows, field.type))
+            continue
+        column = data.column(field.name)
+        try:
+            if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
+                column = column.cast(pa.string()).dictionary_encode()
+            arrays.append(column.cast(field.type))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise TraceError(
+                f"table {table}: column {field.name} holds {column.type}, not {field.type} ({error})",
+                cause="the file was written by something else than mxprobe",
+                remedy="read the Parquet files directly, or make the trace again",
+            ) from None
+    return pa.table(arrays, schema=schema)

@@ -1,0 +1,118 @@
+"""Live Arrow streams -> Parquet parts, so that a crash at any moment neither loses nor doubles a row.
+
+A part is written under a dot-name, fsynced and renamed, and carries in its metadata how many batches of the
+live file it holds; the live file goes last. A reader that finds both skips so many batches.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mxprobe.errors import TraceError
+
+from . import layout
+from .arrow import columns_of, conform, table_schema
+from .live import LiveStream
+
+BATCHES_KEY = b"mxprobe.batches"
+ROWS_PER_GROUP = 65_536
+
+
+def compact(directory: Path | str) -> None:
+    """Finish a trace whose writer died: live files become Parquet, `run.json` says so.
+
+    Raises:
+        TraceError: not a trace, or its writer is still alive.
+    """
+    from .reader import read_run  # the reader imports this module
+
+    directory = Path(directory)
+    run, problems = read_run(directory)
+    lock = layout.lock_writer(directory)
+    if lock is None:
+        raise TraceError(
+            f"{directory} is still being written",
+            cause=f"process {run.get('writer_pid', 'unknown')} holds it",
+            remedy="detach first, or read it as it is: readers see every acknowledged row",
+        )
+    try:
+        compact_live(directory)
+        if run.get("closed_ns") is None and not problems:
+            layout.write_json(directory / layout.RUN_FILE, {**run, "compacted_after_death": True})
+    finally:
+        os.close(lock)
+
+
+def compact_live(directory: Path) -> None:
+    """Turn every live file into a Parquet part and remove it. The caller holds the writer's lock."""
+    for table, rank, path in layout.live_files(directory):
+        stream = LiveStream(path)
+        fresh = _skip(stream, covered_batches(directory, table, rank))
+        _write_part(directory, table, rank, fresh, stream)
+        path.unlink()
+    for folder in (directory / layout.LIVE_DIRECTORY).glob("rank=*"):
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    live = directory / layout.LIVE_DIRECTORY
+    if live.is_dir() and not any(live.iterdir()):
+        live.rmdir()
+
+
+def covered_batches(directory: Path, table: str, rank: int) -> int:
+    """How many leading batches of a live file its Parquet parts already hold."""
+    total = 0
+    for part_rank, path in layout.part_files(directory, table):
+        if part_rank == rank:
+            metadata = pq.read_metadata(path).metadata or {}
+            total += int(metadata.get(BATCHES_KEY, b"0"))
+    return total
+
+
+def _skip(stream: LiveStream, count: int) -> Iterator[Any]:
+    for index, batch in enumerate(stream):
+        if index >= count:
+            yield batch
+
+
+def _write_part(directory: Path, table: str, rank: int, batches: Iterator[Any], stream: LiveStream) -> None:
+    covered = covered_batches(directory, table, rank)
+    number = sum(part_rank == rank for part_rank, _ in layout.part_files(directory, table))
+    final = layout.part_path(directory, table, rank, number)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".{final.name}.tmp")
+    kinds = columns_of(table)
+    # ParquetWriter's typing asks for a bool where it takes a list of columns.
+    options: dict[str, Any] = {
+        "compression": "zstd",
+        "use_dictionary": [name for name, kind in kinds.items() if kind == "dict"],
+        "use_byte_stream_split": [name for name, kind in kinds.items() if kind == "float64"],
+    }
+    pending: list[Any] = []
+    n_pending = 0
+    with open(temporary, "wb") as file:
+        with pq.ParquetWriter(file, table_schema(table), **options) as writer:
+            for batch in batches:
+                pending.append(batch)
+                n_pending += batch.num_rows
+                if n_pending >= ROWS_PER_GROUP:
+                    writer.write_table(conform(pa.Table.from_batches(pending), table))
+                    pending, n_pending = [], 0
+            if pending:
+                writer.write_table(conform(pa.Table.from_batches(pending), table))
+            writer.add_key_value_metadata({BATCHES_KEY: str(max(stream.n_batches - covered, 0)).encode()})
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, final)
+    _sync_directory(final.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,41 @@
+"""Read a live Arrow stream that may be growing, unfinished or cut: every complete batch, then the reason it ends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+
+class LiveStream:
+    """Iterates over the complete record batches of a `.arrows` file.
+
+    After the iteration `n_batches` counts them and `is_cut` says whether bytes of an incomplete batch follow.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.n_batches = 0
+        self.is_cut = False
+
+    def __iter__(self) -> Iterator[Any]:
+        # Bounded by the size at opening: a writer that appends meanwhile must not look like a cut.
+        size = self.path.stat().st_size
+        with pa.OSFile(str(self.path), "rb") as file:
+            try:
+                stream = pa.ipc.open_stream(file)
+            except (pa.ArrowInvalid, OSError):
+                self.is_cut = size > 0
+                return
+            while True:
+                end_of_last = file.tell()
+                try:
+                    batch = stream.read_next_batch()
+                except StopIteration:
+                    self.is_cut = False
+                    return
+                except (pa.ArrowInvalid, OSError):
+                    self.is_cut = end_of_last < size
+                    return
+                self.n_batches += 1
+                yield batch

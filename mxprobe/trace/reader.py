@@ -1,0 +1,213 @@
+"""Open a trace, finished, live or torn, and hand out its tables as pandas frames."""
+
+import html
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mxprobe.errors import TraceError
+from mxprobe.schema import SCHEMA_VERSION, TABLES
+
+from . import layout
+from .arrow import conform, table_schema
+from .compaction import covered_batches
+from .live import LiveStream
+
+
+def open_trace(path: Path | str) -> "Trace":
+    """Open the trace directory at `path`. Tables are read on first use.
+
+    Raises:
+        TraceError: no such directory, not a trace, or one that only a newer mxprobe can read.
+    """
+    return Trace(Path(path))
+
+
+class Trace:
+    """A run's trace. Frames have the columns of `mxprobe.schema.TABLES` and a `rank`.
+
+    Names (`module`, `role`, ...) are pandas categories; a column with missing integers is float with NaN.
+    `problems` lists in sentences what is wrong with it, `is_complete` whether its writer closed it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.run, self._problems = read_run(directory)
+        self._is_live = layout.has_live_writer(directory)
+        self._frames: dict[str, pd.DataFrame] = {}
+        self._cuts: dict[str, str] = {}
+
+    def tensors(self) -> pd.DataFrame:
+        """Decomposition sums per step, module, role and phase."""
+        return self.table("tensors")
+
+    def outputs(self) -> pd.DataFrame:
+        """Realised and predicted output error per step, module and phase, with the inferred recipe."""
+        return self.table("outputs")
+
+    def whatif(self) -> pd.DataFrame:
+        """Error left by each correction per step, module, role and phase."""
+        return self.table("whatif")
+
+    def signals(self) -> pd.DataFrame:
+        """The metrics the framework logged, by canonical name."""
+        return self.table("signals")
+
+    def events(self) -> pd.DataFrame:
+        """What happened: attached, detached, errors, first non-finite values."""
+        return self.table("events")
+
+    def modules(self) -> pd.DataFrame:
+        """One row per module and rank, the last one written; what was not probed, and why, included."""
+        rows = self.table("modules")
+        return rows.drop_duplicates(["rank", "module"], keep="last").reset_index(drop=True)
+
+    def overhead(self) -> pd.DataFrame:
+        """Step and probe time per optimizer step."""
+        return self.table("overhead")
+
+    def table(self, name: str) -> pd.DataFrame:
+        """The rows of a table by its name; an empty frame with all columns when there are none."""
+        if name not in self._frames:
+            self._frames[name] = self._read(name)
+        return self._frames[name].copy()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the writer closed it: all there is, in Parquet."""
+        return self.run.get("closed_ns") is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a process was writing it when it was opened."""
+        return self._is_live
+
+    @property
+    def problems(self) -> list[str]:
+        """What a reader must know before trusting the numbers, in sentences. Reads the live files."""
+        found = list(self._problems)
+        if self._is_live:
+            found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
+        elif not self.is_complete:
+            found.append(f"The writer died before closing the trace; {self._last_row()}.")
+        live = {table for table, _, _ in layout.live_files(self.directory)}
+        for table in live:
+            self.table(table)
+        found.extend(self._cuts[table] for table in sorted(self._cuts))
+        if all(self.table(table).empty for table in TABLES):
+            found.append("The trace is empty: no table has a row.")
+        return found
+
+    def _last_row(self) -> str:
+        times = [frame["time_ns"].max() for table in TABLES if not (frame := self.table(table)).empty]
+        times = [time for time in times if pd.notna(time)]
+        if not times:
+            return "no row was written"
+        last = datetime.fromtimestamp(max(times) / 1e9, tz=UTC)
+        return f"the last row is of {last:%Y-%m-%d %H:%M:%S} UTC"
+
+    def _read(self, name: str) -> pd.DataFrame:
+        # Live files first: if compaction runs meanwhile, the part that appears says how many batches to skip.
+        live = [(rank, LiveStream(path)) for table, rank, path in layout.live_files(self.directory) if table == name]
+        live_batches: list[tuple[int, list[Any]]] = []
+        for rank, stream in live:
+            try:
+                live_batches.append((rank, list(stream)))
+            except FileNotFoundError:
+                continue
+            if stream.is_cut and not self._is_live:
+                self._cuts[f"{name}/{rank}"] = (
+                    f"The live file of {name}, rank {rank}, is cut after {stream.n_batches} batches; the rest of it "
+                    "cannot be read."
+                )
+        pieces = [(rank, _read_part(path, name)) for rank, path in layout.part_files(self.directory, name)]
+        for rank, batches in live_batches:
+            fresh = batches[covered_batches(self.directory, name, rank) :]
+            if fresh:
+                pieces.append((rank, conform(pa.Table.from_batches(fresh), name)))
+        empty = table_schema(name).empty_table()
+        tables = [
+            piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
+            for rank, piece in pieces or [(0, empty)]
+        ]
+        return pa.concat_tables(tables).unify_dictionaries().to_pandas()
+
+    def __repr__(self) -> str:
+        state = "being written" if self._is_live else "complete" if self.is_complete else "not closed"
+        return f"Trace({str(self.directory)!r}, {state})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{name}</td><td style='text-align:right'>{len(self.table(name)):,}</td></tr>" for name in TABLES
+        )
+        problems = "".join(f"<li>{html.escape(problem)}</li>" for problem in self.problems)
+        return (
+            f"<p><b>mxprobe trace</b> {html.escape(str(self.directory))}</p>"
+            f"<table><tr><th>table</th><th>rows</th></tr>{rows}</table>" + (f"<ul>{problems}</ul>" if problems else "")
+        )
+
+
+def read_run(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """`run.json` of a trace and what is wrong with it.
+
+    Raises:
+        TraceError: no directory, not a trace, or a schema newer than this version reads.
+    """
+    if not directory.is_dir():
+        raise TraceError(
+            f"no trace at {directory}: " + ("it is a file" if directory.exists() else "there is no such directory"),
+            cause="a typing error, or the attach never started",
+            remedy="give the directory that `mxprobe attach -o` wrote, e.g. RUN.mxprobe",
+        )
+    if not layout.looks_like_trace(directory):
+        raise TraceError(
+            f"{directory} is not a trace: it has neither {layout.RUN_FILE} nor tables",
+            cause="another directory was meant",
+            remedy="give the directory that `mxprobe attach -o` wrote, e.g. RUN.mxprobe",
+        )
+    try:
+        run: Any = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(run, dict):
+            raise ValueError("not an object")
+    except FileNotFoundError:
+        return {}, [f"{layout.RUN_FILE} is missing: how the run was started and sampled is not known."]
+    except ValueError:
+        if not layout.live_files(directory) and not any(layout.part_files(directory, table) for table in TABLES):
+            raise TraceError(
+                f"{directory / layout.RUN_FILE} is half written and there are no tables beside it",
+                cause="the copy was interrupted, or something else wrote there",
+                remedy="copy the trace again, or make a new one",
+            ) from None
+        return {}, [f"{layout.RUN_FILE} is half written: how the run was started and sampled is not known."]
+    return run, _schema_problems(directory, run)
+
+
+def _schema_problems(directory: Path, run: dict[str, Any]) -> list[str]:
+    version, minor = run.get("schema_version"), run.get("schema_minor", 0)
+    if not isinstance(version, int):
+        return ["run.json does not say which schema version the trace has."]
+    if version > SCHEMA_VERSION:
+        raise TraceError(
+            f"{directory} has schema version {version}; this mxprobe reads up to {SCHEMA_VERSION}",
+            cause=f"it was written by a newer mxprobe ({run.get('mxprobe', 'version unknown')})",
+            remedy="upgrade mxprobe: pip install -U mxprobe",
+        )
+    if version == SCHEMA_VERSION and isinstance(minor, int) and minor > layout.SCHEMA_MINOR:
+        return [f"The trace has the newer schema {version}.{minor}; columns unknown here are left out."]
+    return []
+
+
+def _read_part(path: Path, table: str) -> Any:
+    try:
+        return conform(pq.ParquetFile(path).read(), table)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise TraceError(
+            f"cannot read {path}: {error}",
+            cause="the file is damaged or was copied in part",
+            remedy="copy the trace again; the other tables are not affected",
+        ) from None

@@ -1,0 +1,166 @@
+"""The one writer of a trace: every appended batch is on disk, whole, before `append` returns."""
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from mxprobe._version import __version__
+from mxprobe.errors import TraceError
+from mxprobe.schema import SCHEMA_VERSION
+
+from . import layout
+from .arrow import columns_of, live_schema
+from .compaction import compact_live
+
+
+class TraceWriter:
+    """Writes one trace directory. Safe to share between threads.
+
+    A batch is one Arrow IPC message handed to the kernel in one `write`, so killing any process loses nothing
+    that `append` returned for. (Only a crash of the machine can: live files are not fsynced per batch.)
+
+    Args:
+        directory: created if missing; other files in it are left alone.
+        run: facts about the run for `run.json`, any JSON values.
+
+    Raises:
+        TraceError: the directory already holds a trace, or cannot be written.
+    """
+
+    def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            taken = layout.looks_like_trace(self.directory)
+            lock = None if taken else layout.lock_writer(self.directory)
+        except OSError as error:
+            raise TraceError(
+                f"cannot write a trace to {self.directory}: {error.strerror or error}",
+                cause="missing permission, a full disk, or a file of that name",
+                remedy="choose another directory with -o",
+            ) from None
+        if lock is None:
+            raise TraceError(
+                f"{self.directory} already holds a trace",
+                cause="an earlier or a still running attach wrote there",
+                remedy="choose another directory with -o, or remove that one",
+            )
+        self._lock_descriptor = lock
+        self._mutex = threading.Lock()
+        self._files: dict[tuple[str, int], int] = {}
+        self._closed = False
+        self._run: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "schema_minor": layout.SCHEMA_MINOR,
+            "mxprobe": __version__,
+            "writer_pid": os.getpid(),
+            "created_ns": time.time_ns(),
+            "closed_ns": None,
+            **run,
+        }
+        layout.write_json(self.directory / layout.RUN_FILE, self._run)
+
+    def append(self, table: str, columns: Mapping[str, Sequence[Any]], *, rank: int = 0) -> None:
+        """Write rows, given by column; columns left out are null. Durable against `kill -9` when it returns.
+
+        Raises:
+            TraceError: unknown table or column, columns of unequal length, values of the wrong type, or a disk
+                that takes no more (the rows before it stay readable).
+        """
+        batch = _to_batch(table, columns)
+        if batch.num_rows == 0:
+            return
+        with self._mutex:
+            if self._closed:
+                raise TraceError(f"the trace {self.directory} is closed", cause="rows came after close()")
+            descriptor = self._files.get((table, rank))
+            if descriptor is None:
+                descriptor = self._files[table, rank] = self._open(table, rank)
+            self._write(descriptor, batch.serialize(), table)
+
+    def update_run(self, **fields: Any) -> None:
+        """Set fields of `run.json`; the file is replaced at once."""
+        with self._mutex:
+            self._run.update(fields)
+            layout.write_json(self.directory / layout.RUN_FILE, self._run)
+
+    def close(self) -> None:
+        """Compact the live files to Parquet, remove them, mark the trace complete. A second call does nothing."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+            try:
+                compact_live(self.directory)
+                self._run["closed_ns"] = time.time_ns()
+                layout.write_json(self.directory / layout.RUN_FILE, self._run)
+            finally:
+                os.close(self._lock_descriptor)
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, table: str, rank: int) -> int:
+        path = layout.live_path(self.directory, table, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._write(descriptor, live_schema(table).serialize(), table)
+        return descriptor
+
+    def _write(self, descriptor: int, message: Any, table: str) -> None:
+        start = os.lseek(descriptor, 0, os.SEEK_CUR)
+        left = memoryview(message).cast("B")
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError as error:
+            # A torn batch in the middle would hide every batch after it from readers.
+            os.ftruncate(descriptor, start)
+            os.lseek(descriptor, start, os.SEEK_SET)
+            raise TraceError(
+                f"cannot write to table {table} of {self.directory}: {error.strerror or error}",
+                cause="the disk or the quota is full",
+                remedy="free some space; what was written before is readable",
+            ) from None
+
+
+def _to_batch(table: str, columns: Mapping[str, Sequence[Any]]) -> Any:
+    known = columns_of(table)
+    unknown = sorted(set(columns) - set(known))
+    if unknown:
+        raise TraceError(
+            f"table {table} has no column {', '.join(map(repr, unknown))}",
+            cause="rows made by another version of mxprobe",
+            remedy="use the same version in the target and in the controller",
+        )
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise TraceError(f"table {table}: columns of unequal length {lengths}", cause="a bug in what made the rows")
+    n_rows = next(iter(lengths.values()), 0)
+    schema = live_schema(table)
+    arrays: list[Any] = []
+    for field in schema:
+        if field.name not in columns:
+            arrays.append(pa.nulls(n_rows, field.type))
+            continue
+        try:
+            arrays.append(pa.array(columns[field.name], type=field.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError) as error:
+            raise TraceError(
+                f"table {table}, column {field.name}: {error}", cause="a value that is not of the column's type"
+            ) from None
+    return pa.record_batch(arrays, schema=schema)
