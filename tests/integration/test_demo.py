@@ -1,0 +1,121 @@
+"""The main job, end to end: a real GRPO run, attached by PID from outside, read back, judged from the trace alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mxprobe.demo.runner import DETACH_AT, STEPS, DemoPaths, Scenario, job_command, read_steps
+from mxprobe.trace import open_trace
+
+CLOCK_KEYS = {"step_time"}
+
+
+def mxprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mxprobe", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    paths: DemoPaths
+    stdout: str
+    recommendation: dict[str, Any]
+
+
+def run_demo(scenario: Scenario, seed: int, directory: Path) -> DemoRun:
+    done = mxprobe("demo", "--scenario", scenario, "--seed", str(seed), "-o", str(directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    paths = DemoPaths(directory)
+    recommended = mxprobe("recommend", str(paths.trace), "--json")
+    assert recommended.returncode == 0, recommended.stderr
+    return DemoRun(paths, done.stdout, json.loads(recommended.stdout))
+
+
+def check_verdict(run: DemoRun, scenario: Scenario) -> None:
+    """What each scenario calls for. The engine never sees the scenario's name: it is not in the trace's data."""
+    answer = run.recommendation
+    if scenario is Scenario.HEALTHY:
+        assert answer["verdict"] == "none_needed"
+    elif scenario is Scenario.STALE:
+        assert answer["verdict"] == "not_explained"
+        assert not answer["corrections"] or all(not c["named"] for c in answer["corrections"])
+    else:
+        assert answer["verdict"] in ("enable", "undecided")
+        assert answer["component"] == "deadzone"
+        groups = {(group["kind"], group["role"]) for group in answer["where"]["groups"]}
+        assert groups == {(f"{kind}_proj", "x_fwd") for kind in ("q", "k", "v", "gate", "up")}
+        named = [c["correction"] for c in answer["corrections"] if c["named"]]
+        assert named[0] in ("of:0.5", "of:1.0")
+
+
+@pytest.fixture(scope="module")
+def outliers(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
+    return run_demo(Scenario.OUTLIERS, 0, tmp_path_factory.mktemp("demo") / "outliers")
+
+
+def test_outliers(outliers: DemoRun) -> None:
+    check_verdict(outliers, Scenario.OUTLIERS)
+    assert str(outliers.paths.report) in outliers.stdout or outliers.paths.report.stat().st_size > 100_000
+
+
+@pytest.mark.parametrize("scenario", [Scenario.HEALTHY, Scenario.STALE])
+def test_other_scenarios(scenario: Scenario, tmp_path: Path) -> None:
+    check_verdict(run_demo(scenario, 0, tmp_path / scenario), scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("scenario", list(Scenario))
+def test_more_seeds(scenario: Scenario, seed: int, tmp_path: Path) -> None:
+    check_verdict(run_demo(scenario, seed, tmp_path / scenario), scenario)
+
+
+def test_training_is_bit_identical_with_and_without_attach(outliers: DemoRun, tmp_path: Path) -> None:
+    subprocess.run(job_command(Scenario.OUTLIERS, seed=0, out=tmp_path), check=True, capture_output=True, timeout=600)
+    control, attached = (
+        [
+            {key: value for key, value in json.loads(line).items() if key not in CLOCK_KEYS}
+            for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
+        for directory in (tmp_path, outliers.paths.job)
+    )
+    assert len(control) == STEPS
+    assert attached == control
+    hashes = [
+        json.loads((directory / "result.json").read_text())["parameters_sha256"]
+        for directory in (tmp_path, outliers.paths.job)
+    ]
+    assert hashes[0] == hashes[1]
+
+
+def test_signals_are_the_jobs_own_numbers(outliers: DemoRun) -> None:
+    signals = open_trace(outliers.paths.trace).signals()
+    rewards = signals[signals.metric == "reward_mean"].set_index("step").value
+    logged = {step.step: step.reward for step in read_steps(outliers.paths.job / "metrics.jsonl")}
+    assert len(rewards) > 0.8 * DETACH_AT
+    assert rewards.index.is_unique
+    assert all(logged[step] == value for step, value in rewards.items())
+
+
+def test_steps_are_the_trainers_own(outliers: DemoRun) -> None:
+    trace = open_trace(outliers.paths.trace)
+    assert trace.is_complete
+    assert trace.problems == []
+    probed = sorted(trace.tensors().step.unique())
+    assert len(probed) >= 20
+    assert probed[0] > 1
+    assert probed[-1] <= DETACH_AT + 2
+    roles = trace.tensors().groupby("role", observed=True).step.nunique()
+    assert set(roles.index) == {"x_fwd", "w_fwd", "g_dgrad", "w_dgrad", "g_wgrad", "x_wgrad"}
+
+
+def test_output_directory_must_be_new(tmp_path: Path) -> None:
+    done = mxprobe("demo", "-o", str(tmp_path))
+    assert done.returncode == 2
+    assert "exists already" in done.stderr
