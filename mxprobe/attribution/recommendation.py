@@ -1,0 +1,158 @@
+"""The outcome of `mxprobe recommend`, as plain data. `docs/recommend-json.md` documents its JSON."""
+
+import math
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from mxprobe.schema import PLAIN_WORDS, Component, Role, Verdict
+
+from .thresholds import Thresholds
+
+JSON_SCHEMA = "mxprobe.recommend/1"
+
+
+class Certainty(str, Enum):
+    """How a number came about; the three are never mixed up in words."""
+
+    MEASURED = "measured"
+    PREDICTED = "predicted"
+    ASSOCIATED = "associated with"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One fact the verdict rests on. `holds` says which way it speaks where there is a threshold."""
+
+    name: str
+    certainty: Certainty
+    text: str
+    value: float | None = None
+    threshold: float | None = None
+    holds: bool | None = None
+
+
+@dataclass(frozen=True)
+class OperandGroup:
+    """Operands of one role in modules of one kind, e.g. the inputs (x_fwd) of every q_proj."""
+
+    role: Role
+    module_kind: str
+    modules: tuple[str, ...]
+    output_error: float
+    """Mean over the modules of ||GEMM output error||^2 / ||output||^2, this operand quantized."""
+    component: Component
+    shares: dict[str, float]
+    """Shares of the output error: `zeroed` and `saturated` (made on such elements), and the remainder split
+    `scale` + `deadzone` + `grid` = 1."""
+
+
+@dataclass(frozen=True)
+class CorrectionScore:
+    """One correction, measured on the named operands."""
+
+    correction: str
+    tier: int
+    """1 keeps the format, 2 leaves it."""
+    gain: float
+    """Part of the output error removed; negative when it does harm."""
+    gain_low: float
+    gain_high: float
+    """The 95 % interval of the gain (t, over probed steps)."""
+    n_steps: int
+    held_out_gain: float | None
+    """Gain on the half of the steps that did not choose; None when there are too few."""
+    recovery: float
+    """Part of the named component mended, in the GEMM's output."""
+    tensor_recovery: float | None
+    """The same on the tensor itself, where the trace can tell."""
+    cost_gemm: float
+    """Extra GEMM time, in passes of the GEMM it is applied to. Estimated, see `costs`."""
+    bits_per_element: float
+    cures: bool
+    """Whether the predicted symptom falls under its gate."""
+    is_active: bool
+    """Already on in this run: gains are relative to it."""
+    is_eligible: bool
+    """Gain, its lower bound and the recovery all pass their thresholds."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Resample agreement: the share of bootstrap resamples of the probed steps with the same decision."""
+
+    value: float | None
+    n: int
+    """Probed steps."""
+    n_resamples: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of the forward work of weight GEMMs the probe has seen."""
+
+    flops_frac: float | None
+    """Share of forward GEMM FLOPs in probed modules; None when no module is known."""
+    n_probed: int
+    n_modules: int
+    not_seen: tuple[tuple[str, str], ...]
+    """(module, reason) of modules with weight GEMMs that were not probed, the heaviest first."""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """Code that enables the first correction."""
+
+    framework: str
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Verdict, reasons and what to switch on."""
+
+    verdict: Verdict
+    headline: str
+    component: Component
+    shares: dict[str, float]
+    """Shares of output error over all quantized forward operands, as in `OperandGroup.shares`."""
+    where: tuple[OperandGroup, ...]
+    chosen: tuple[str, ...]
+    """Corrections to enable; several when undecided, the favourite first; empty when none."""
+    corrections: tuple[CorrectionScore, ...]
+    """All scored ones: the chosen first, then by gain."""
+    evidence: tuple[Evidence, ...]
+    agreement: Agreement
+    coverage: Coverage
+    thresholds: Thresholds
+    what_would_change: str
+    snippet: Snippet | None
+    caveats: tuple[str, ...]
+
+    @property
+    def plain_words(self) -> str:
+        return PLAIN_WORDS[self.verdict]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready data: enums as strings, numbers that are not finite as null."""
+        data: dict[str, Any] = _plain(self)
+        return {"schema": JSON_SCHEMA, "verdict": data.pop("verdict"), "plain_words": self.plain_words, **data}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,50 @@
+"""Every threshold of the verdict, with its default; each can be overridden."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mxprobe.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Defaults are those of the specification (science, sections 6 and 8). Errors are energies relative to the
+    exact product, so 0.002 is 0.2 % of ||x W^T||^2."""
+
+    min_steps: int = 8
+    """Probed steps below which the answer is `not_enough_evidence`."""
+    quantized_error: float = 1e-4
+    """A module whose realised error exceeds it is taken as quantized: BF16 stays near 1e-6, MXFP8 near 1e-3."""
+    mismatch: float = 0.002
+    """Median |realised error in rollout - in training| over Linears that makes a symptom ..."""
+    mismatch_floor_factor: float = 3.0
+    """... if it is also so many times its floor, the change of realised error between probed steps."""
+    far_log2: float = 0.3
+    """|log2(realised/predicted)| above which a module does not do what its recipe predicts."""
+    far_share: float = 0.25
+    """Share of quantized modules that must be far for `not_explained`."""
+    component_share: float = 0.5
+    """Share of the output error at which a component is named; below it, `mixed`."""
+    where_error_frac: float = 0.1
+    """A group of operands is named if its output error is at least this part of the largest group's."""
+    min_recovery: float = 0.5
+    """Part of the named component that a correction must mend."""
+    min_gain: float = 0.3
+    """Part of the output error that a correction must remove ..."""
+    min_gain_low: float = 0.05
+    """... and the lower end of its 95 % interval must exceed this."""
+    clean_nmse: float = 2e-3
+    """A single tensor below it needs no correction; the gate used where there is no run."""
+    n_resamples: int = 200
+    """Bootstrap resamples of the probed steps behind the resample agreement."""
+
+    def replace(self, **values: Any) -> "Thresholds":
+        """A copy with some thresholds changed. UsageError when a name is unknown."""
+        known = {field.name: field for field in fields(self)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise UsageError(
+                f"no threshold named {', '.join(unknown)}", remedy=f"use one of: {', '.join(sorted(known))}"
+            )
+        merged = {name: getattr(self, name) for name in known} | values
+        return Thresholds(**{name: type(getattr(self, name))(value) for name, value in merged.items()})
