@@ -4,10 +4,11 @@ Shared by the statistics kernels, the what-ifs, emulation, the verdict and the s
 only and Python 3.9 syntax, because the agent ships this file into the attached process.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import Enum
 from math import frexp
-from typing import Dict, Optional, Tuple, Union
 
 
 class Rule(str, Enum):
@@ -49,7 +50,7 @@ class Format:
     """A block format. Elements are symmetric around zero; `grid` lists the non-negative values in order."""
 
     name: str
-    grid: Tuple[float, ...]
+    grid: tuple[float, ...]
     block: int
     """Elements that share a scale, consecutive along the contraction axis."""
     scale: ScaleType
@@ -69,7 +70,7 @@ class Format:
         """floor(log2(qmax)): "emax" of the OCP MX specification."""
         return frexp(self.qmax)[1] - 1
 
-    def amax_bias(self, rule: "Rule") -> int:
+    def amax_bias(self, rule: Rule) -> int:
         """What a rule adds to the bits of the fp32 amax before its exponent is read.
 
         exponent = ((bits(amax) + amax_bias) >> 23) - 127 - max_exponent, clamped to [-127, 127]. A carry out of
@@ -88,11 +89,10 @@ class Format:
         }[rule]
 
 
-E2M1_GRID: Tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_GRID: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-
-def minifloat_grid(mantissa_bits: int, min_exponent: int, qmax: float) -> Tuple[float, ...]:
+def minifloat_grid(mantissa_bits: int, min_exponent: int, qmax: float) -> tuple[float, ...]:
     """Non-negative values of a mini-float, subnormals included, up to and including qmax."""
     steps = 2**mantissa_bits
     values = [i * 2.0 ** (min_exponent - mantissa_bits) for i in range(steps)]
@@ -107,10 +107,10 @@ MXFP4 = Format("mxfp4", E2M1_GRID, block=32, scale=ScaleType.E8M0)
 MXFP8 = Format("mxfp8", minifloat_grid(3, -6, 448.0), 32, ScaleType.E8M0, mantissa_bits=3, min_exponent=-6)
 NVFP4 = Format("nvfp4", E2M1_GRID, block=16, scale=ScaleType.E4M3, tensor_scale=True)
 
-FORMATS: Dict[str, Format] = {f.name: f for f in (MXFP4, MXFP8, NVFP4)}
+FORMATS: dict[str, Format] = {f.name: f for f in (MXFP4, MXFP8, NVFP4)}
 
 
-def get_format(format: Union[str, Format]) -> Format:
+def get_format(format: str | Format) -> Format:
     """The format record of that name. Raises ValueError naming the known ones."""
     if isinstance(format, Format):
         return format
@@ -119,7 +119,7 @@ def get_format(format: Union[str, Format]) -> Format:
     return FORMATS[format]
 
 
-def get_rule(rule: Union[str, Rule]) -> Rule:
+def get_rule(rule: str | Rule) -> Rule:
     """The scale rule of that name. Raises ValueError naming the known ones."""
     try:
         return Rule(rule)
@@ -157,10 +157,10 @@ class Correction:
     """One correction, spelled the same in what-ifs, emulation, verdicts and snippets."""
 
     kind: CorrectionKind
-    parameter: Optional[Union[float, int, Rule]] = None
+    parameter: float | int | Rule | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "Correction":
+    def parse(cls, text: str) -> Correction:
         """Parse `rule:even`, `mbs:128`, `of:0.5`, `had:32`, `nvfp4`, ...; ValueError says what is wrong."""
         name, colon, value = text.partition(":")
         try:
@@ -176,7 +176,7 @@ class Correction:
         if kind is CorrectionKind.RULE:
             return cls(kind, get_rule(value))
         try:
-            number: Union[int, float] = float(value) if kind is CorrectionKind.OUTLIER_FALLBACK else int(value)
+            number: int | float = float(value) if kind is CorrectionKind.OUTLIER_FALLBACK else int(value)
         except ValueError:
             raise ValueError(f"correction {text!r}: {value!r} is not a number") from None
         if number <= 0:
@@ -192,7 +192,7 @@ class Correction:
         return self.kind in _PARAMETRIC
 
 
-DEFAULT_WHATIFS: Tuple[str, ...] = (
+DEFAULT_WHATIFS: tuple[str, ...] = (
     "rule:floor",
     "rule:even",
     "rule:ceil",

@@ -1,0 +1,84 @@
+"""Cutting a tensor into blocks along one axis, and putting it back together. Shipped.
+
+R = rows (all other axes flattened), K = length of the block axis, B = block size, N = ceil(K / B) blocks a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class BlockShape(NamedTuple):
+    """How to undo `to_blocks`."""
+
+    moved: tuple[int, ...]
+    """Shape of the tensor with the block axis last."""
+    dim: int
+
+
+def rows_of(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[..., K at dim, ...] -> [R, K] float32, a view where strides allow. ValueError on what cannot be cut.
+
+    float64 is rounded to float32 here, as the kernels of a real quantizer would receive it.
+    """
+    if x.dim() == 0:
+        raise ValueError("a scalar has no axis to cut into blocks; pass a tensor with at least one dimension")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} dimensions")
+    if not x.is_floating_point():
+        raise ValueError(f"cannot quantize a tensor of {x.dtype}; pass float32, bfloat16, float16 or float64")
+    moved = x.detach().movedim(dim, -1)
+    return moved.reshape(-1, moved.shape[-1]) if moved.numel() else moved.reshape(0, max(moved.shape[-1], 1))
+
+
+def to_blocks(x: torch.Tensor, dim: int, block: int) -> tuple[torch.Tensor, BlockShape]:
+    """[..., K at dim, ...] -> float32 [R, N, B], the last block of a row padded with zeros."""
+    rows = rows_of(x, dim)
+    moved = x.movedim(dim, -1)
+    return pad_rows(rows, block), BlockShape(tuple(moved.shape), dim)
+
+
+def pad_rows(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """[R, K] -> float32 [R, N, B]. A block never crosses a row."""
+    length = rows.shape[1]
+    padding = -length % block
+    rows = rows.float()
+    if padding:
+        rows = F.pad(rows, (0, padding))
+    return rows.reshape(rows.shape[0], (length + padding) // block, block)
+
+
+def from_blocks(blocks: torch.Tensor, shape: BlockShape) -> torch.Tensor:
+    """[R, N, B] -> the shape that `to_blocks` was given."""
+    length = shape.moved[-1]
+    flat = blocks.reshape(blocks.shape[0], blocks.shape[1] * blocks.shape[2])[:, :length]
+    return flat.reshape(shape.moved).movedim(-1, shape.dim)
+
+
+def per_block(values: torch.Tensor, shape: BlockShape) -> torch.Tensor:
+    """[R, N] -> [..., N at dim, ...]."""
+    return values.reshape(*shape.moved[:-1], values.shape[1]).movedim(-1, shape.dim)
+
+
+def block_lengths(n_blocks: int, length: int, block: int, device: torch.device) -> torch.Tensor:
+    """Elements of each block of a row, int64 [N]; only the last can be short."""
+    lengths = torch.full((n_blocks,), block, dtype=torch.int64, device=device)
+    if n_blocks:
+        lengths[-1] = length - (n_blocks - 1) * block
+    return lengths
+
+
+def tiles(rows: torch.Tensor, block: int, max_elements: int) -> Iterator[torch.Tensor]:
+    """Pieces [r, k] of [R, K], cut between blocks only, of at most about `max_elements` elements."""
+    n_rows, length = rows.shape
+    width = length
+    if length > max_elements:
+        width = max(max_elements // block, 1) * block
+    height = max(max_elements // max(width, 1), 1)
+    for top in range(0, n_rows, height):
+        for left in range(0, length, max(width, 1)):
+            yield rows[top : top + height, left : left + width]

@@ -1,0 +1,132 @@
+"""Corrections as functions of a tensor: what x becomes under each, for what-ifs and emulation. Shipped.
+
+Q is MXFP4 under the given scale rule; blocks of 32 along `dim`.
+
+    rule:R               Q under rule R
+    mbs:B                Q(f x) / f          f = 1 + m8 / 256, m8 the top 8 mantissa bits of fp32(6 / amax_B)
+    of:alpha             Q(x) + alpha Q(x - Q(x))
+    had:N                H^T Q(H x)          H a randomised, normalised Hadamard rotation of N elements
+    nvfp4                16-blocks, E4M3 block scales, one fp32 scale for the tensor
+    mxfp8                E4M3 elements, power-of-two scales by `rceil`
+    keep_high_precision  x
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from mxprobe_kernels.blocks import from_blocks, pad_rows, rows_of, to_blocks
+from mxprobe_kernels.formats import MXFP4, MXFP8, NVFP4, Correction, CorrectionKind, Format, Rule, get_rule
+from mxprobe_kernels.torch_backend import quantized_blocks
+
+_SIGN_SEED = 0x6D787072
+
+
+@torch.no_grad()
+def apply_correction(
+    x: torch.Tensor, correction: str | Correction, *, rule: str | Rule = "rceil", dim: int = -1
+) -> torch.Tensor:
+    """x under a correction: quantized, dequantized and rotated or scaled back; float32, shaped like x.
+
+    x: float32, bfloat16, float16 or float64 (rounded to float32). A block with a NaN or an infinity comes back
+    as NaN. The random signs of `had:N` come from a fixed seed of their own, so that two tensors that meet in
+    a GEMM are rotated alike. ValueError for an unknown correction or a parameter it cannot take.
+    """
+    parsed = Correction.parse(correction) if isinstance(correction, str) else correction
+    base = get_rule(rule)
+    kind, parameter = parsed.kind, parsed.parameter
+    if kind is CorrectionKind.KEEP_HIGH_PRECISION:
+        rows_of(x, dim)
+        return x.detach().float()
+    if kind is CorrectionKind.RULE:
+        return _quantize(x, MXFP4, get_rule(str(parameter)), dim)
+    if kind is CorrectionKind.MACRO_BLOCK_SCALING:
+        return _macro_block_scaling(x, _positive_integer(parsed, multiple_of=MXFP4.block), base, dim)
+    if kind is CorrectionKind.OUTLIER_FALLBACK:
+        return _outlier_fallback(x, float(parameter or 0.0), base, dim)
+    if kind is CorrectionKind.HADAMARD:
+        return _hadamard(x, _power_of_two(parsed), base, dim)
+    if kind is CorrectionKind.NVFP4:
+        return _quantize(x, NVFP4, base, dim)
+    return _quantize(x, MXFP8, Rule.RCEIL, dim)
+
+
+def _quantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> torch.Tensor:
+    blocks, shape = to_blocks(x, dim, format.block)
+    q, _ = quantized_blocks(blocks, format, rule)
+    return from_blocks(q.float(), shape)
+
+
+def _macro_block_scaling(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
+    """Chhugani et al.: one 8-bit mantissa for `size` elements moves their amax to just under 6 * 2^k.
+
+    True division: a reciprocal differs in 30 % of fp32 values and flips m8 now and then.
+    """
+    macro, shape = to_blocks(x, dim, size)
+    amax = macro.abs().amax(-1, keepdim=True) if macro.numel() else macro[..., :1]
+    ratio = MXFP4.qmax / torch.where(amax > 0, amax, 1.0)
+    m8 = (ratio.view(torch.int32) & 0x7F8000) >> 15
+    f = torch.where(amax > 0, 1.0 + m8.float() / 256.0, 1.0)
+    scaled = (macro * f).reshape(macro.shape[0], -1, MXFP4.block)
+    q, _ = quantized_blocks(scaled, MXFP4, rule)
+    return from_blocks((q.reshape(macro.shape) / f).float(), shape)
+
+
+def _outlier_fallback(x: torch.Tensor, alpha: float, rule: Rule, dim: int) -> torch.Tensor:
+    blocks, shape = to_blocks(x, dim, MXFP4.block)
+    first, _ = quantized_blocks(blocks, MXFP4, rule)
+    residual = (blocks - first).float()
+    second, _ = quantized_blocks(residual, MXFP4, rule)
+    return from_blocks((first + alpha * second).float(), shape)
+
+
+def _hadamard(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
+    groups, shape = to_blocks(x, dim, size)
+    signs = _signs(size, x.device)
+    rotated = walsh_hadamard(groups * signs)
+    blocks = pad_rows(rotated.reshape(groups.shape[0], -1), MXFP4.block)
+    q, _ = quantized_blocks(blocks, MXFP4, rule)
+    back = q.float().reshape(groups.shape[0], -1)[:, : groups.shape[1] * size].reshape(groups.shape)
+    return from_blocks(walsh_hadamard(back) * signs, shape)
+
+
+def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """Normalised Hadamard transform of the last axis (a power of two), its own inverse.
+
+    By butterflies, not a product: autocast and TF32 would round a product.
+    """
+    size = x.shape[-1]
+    y = x
+    half = 1
+    while half < size:
+        pairs = y.reshape(*x.shape[:-1], size // (2 * half), 2, half)
+        a, b = pairs.unbind(-2)
+        y = torch.stack((a + b, a - b), dim=-2).reshape(x.shape)
+        half *= 2
+    return y * size**-0.5
+
+
+@cache
+def _signs(size: int, device: torch.device) -> torch.Tensor:
+    """float32 [size] of +1 and -1 from a private linear congruential generator: the global RNG is not ours."""
+    state, signs = _SIGN_SEED, []
+    for _ in range(size):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        signs.append(1.0 if state >> 63 else -1.0)
+    return torch.tensor(signs, device=device)
+
+
+def _positive_integer(correction: Correction, multiple_of: int) -> int:
+    value = correction.parameter
+    if not isinstance(value, int) or value <= 0 or value % multiple_of:
+        raise ValueError(f"correction {correction}: the block must be a positive multiple of {multiple_of}")
+    return value
+
+
+def _power_of_two(correction: Correction) -> int:
+    value = correction.parameter
+    if not isinstance(value, int) or value < 2 or value & (value - 1):
+        raise ValueError(f"correction {correction}: the size of a Hadamard rotation must be a power of two, at least 2")
+    return value

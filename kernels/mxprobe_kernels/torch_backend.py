@@ -1,0 +1,302 @@
+"""The exact decomposition in plain torch, float64, any device with float64, chunked. Shipped.
+
+    e       = Q(x) - x                              the quantizer's error
+    e_scale = Q(x) - Q*(x)                          scale bias       Q*: the same grid under s* = amax / qmax
+    e_dz    = Q*(x) - x   where Q* = 0, x != 0      deadzone (D)
+    e_grid  = Q*(x) - x   elsewhere                 grid noise
+
+Source: arXiv 2605.20402. z* is computed as qmax * x / amax: the product is exact in float64 and the division
+is correctly rounded, so a ratio that lies on a rounding tie is found to lie on it, and no other is.
+
+Never synchronises, never touches the global RNG, records nothing for autograd.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mxprobe_kernels.blocks import (
+    BlockShape,
+    block_lengths,
+    from_blocks,
+    pad_rows,
+    per_block,
+    rows_of,
+    tiles,
+    to_blocks,
+)
+from mxprobe_kernels.columns import CODE_BINS, DELTA_BINS
+from mxprobe_kernels.decomposition import Decomposition, combine, empty, pack
+from mxprobe_kernels.formats import E2M1_GRID, Format, Rule, ScaleType
+from mxprobe_kernels.rounding import (
+    E8M0_BIAS,
+    amax_bits,
+    e2m1_code,
+    power_of_two,
+    round_minifloat,
+    round_to_grid,
+    scale_exponent,
+)
+
+CPU_TILE_ELEMENTS = 1 << 15
+"""On a CPU a tile and its float64 temporaries stay in the second-level cache."""
+DEVICE_TILE_ELEMENTS = 1 << 24
+"""On a GPU a tile is as large as memory for its temporaries (about 3 GiB) allows."""
+
+_E4M3_MAX = 448.0
+_E4M3_SMALLEST = 2.0**-9
+
+
+class Scales(NamedTuple):
+    """Per block, all [R, N, 1]: what the quantizer divides by, and what a perfect one would."""
+
+    amax: torch.Tensor
+    """float64, 0 for zero and excluded blocks."""
+    scale: torch.Tensor
+    """float64 s."""
+    exponent: torch.Tensor
+    """int32, e of s = 2^e; -127 for zero and excluded blocks, and where s is no power of two."""
+    clamped: torch.Tensor
+    """bool: s left the range of the scale type."""
+    excluded: torch.Tensor
+    """bool: the block holds a NaN or an infinity."""
+
+
+class ErrorFields(NamedTuple):
+    """The decomposition element by element, tensors shaped like x; float64 unless said otherwise."""
+
+    x: torch.Tensor
+    """The input, 0 in excluded blocks so that products with it stay finite."""
+    q: torch.Tensor
+    """Q(x), 0 in excluded blocks."""
+    q_star: torch.Tensor
+    """Q*(x), the ideal-scale quantizer."""
+    on_d: torch.Tensor
+    """bool: x != 0 and Q* = 0, the deadzone D."""
+    zeroed: torch.Tensor
+    """bool: x != 0 and Q = 0."""
+    saturated: torch.Tensor
+    """bool: |x| > qmax s."""
+    code: torch.Tensor
+    """uint8: sign * 8 + E2M1 code; 0 for other element types."""
+    scales: Scales
+    """Per block."""
+    counts: torch.Tensor
+    """int64[4]: n, n_nonfinite, n_blocks, n_blocks_excluded."""
+    format: Format
+    rule: Rule
+
+    @property
+    def e(self) -> torch.Tensor:
+        return self.q - self.x
+
+    @property
+    def e_scale(self) -> torch.Tensor:
+        return self.q - self.q_star
+
+    @property
+    def e_dz(self) -> torch.Tensor:
+        return (self.q_star - self.x) * self.on_d
+
+    @property
+    def e_grid(self) -> torch.Tensor:
+        return (self.q_star - self.x) * ~self.on_d
+
+    def decomposition(self) -> Decomposition:
+        """The sums of these fields, without computing them a second time."""
+        return Decomposition(_sums(self), self.format.name, self.rule.value)
+
+
+@torch.no_grad()
+def decompose(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Decomposition:
+    """All sums of x [any shape], blocks along `dim`. Float64 throughout: the identity holds to 1e-12 of sum_x2."""
+    rows = rows_of(x, dim)
+    tensor_amax = finite_amax(rows) if format.tensor_scale else None
+    limit = CPU_TILE_ELEMENTS if x.device.type == "cpu" else DEVICE_TILE_ELEMENTS
+    parts = [
+        _sums(_fields(pad_rows(tile, format.block), tile.shape[1], format, rule, tensor_amax))
+        for tile in tiles(rows, format.block, limit)
+    ]
+    values = combine(torch.stack(parts)) if parts else empty(x.device)
+    return Decomposition(values, format.name, rule.value)
+
+
+@torch.no_grad()
+def error_fields(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> ErrorFields:
+    """The decomposition of x element by element, tensors shaped like x; about 60 bytes of memory an element."""
+    blocks, shape = to_blocks(x, dim, format.block)
+    tensor_amax = finite_amax(blocks) if format.tensor_scale else None
+    fields = _fields(blocks, shape.moved[-1], format, rule, tensor_amax)
+    return fields._replace(**{name: from_blocks(getattr(fields, name), shape) for name in _ELEMENTWISE})
+
+
+@torch.no_grad()
+def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x -> (q shaped and typed like x, exponents int32 with N blocks at `dim`).
+
+    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A
+    q past the range of x's dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536).
+    """
+    blocks, shape = to_blocks(x, dim, format.block)
+    q, scales = quantized_blocks(blocks, format, rule)
+    return from_blocks(q.to(x.dtype), shape), per_block(scales.exponent.squeeze(-1), shape)
+
+
+def quantized_blocks(blocks: torch.Tensor, format: Format, rule: Rule) -> tuple[torch.Tensor, Scales]:
+    """float32 [R, N, B] -> Q float64 of the same shape (NaN in excluded blocks), and the scales."""
+    scales = _scales(blocks, format, rule, finite_amax(blocks) if format.tensor_scale else None)
+    z = blocks.abs().double().masked_fill_(scales.excluded, 0.0).div_(scales.scale)
+    q = torch.copysign(round_to_grid(z, format).mul_(scales.scale), blocks.double())
+    return q.masked_fill_(scales.excluded, float("nan")), scales
+
+
+def finite_amax(x: torch.Tensor) -> torch.Tensor:
+    """max|x| over the finite elements, float32 [], 0 for an empty tensor."""
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    return x.float().abs().nan_to_num_(nan=0.0, posinf=0.0).amax()
+
+
+_ELEMENTWISE = ("x", "q", "q_star", "on_d", "zeroed", "saturated", "code")
+
+
+def _scales(blocks: torch.Tensor, format: Format, rule: Rule, tensor_amax: torch.Tensor | None) -> Scales:
+    bits, excluded = amax_bits(blocks) if blocks.numel() else _no_blocks(blocks)
+    amax = bits.view(torch.float32).double()
+    if format.scale is ScaleType.E8M0:
+        exponent, clamped = scale_exponent(bits, format, rule)
+        return Scales(amax, power_of_two(exponent), exponent, clamped, excluded)
+    exponent = torch.full_like(bits, -E8M0_BIAS)
+    if tensor_amax is None:
+        ideal = (amax / format.qmax).float().double()
+        scale = torch.where(ideal > 0, ideal, 1.0)
+        return Scales(amax, scale, exponent, (ideal == 0) & (bits != 0), excluded)
+    unit = (tensor_amax.float() / (_E4M3_MAX * format.qmax)).double()
+    unit = torch.where(unit > 0, unit, 1.0)
+    step = round_minifloat(amax / format.qmax / unit, 3, -6, _E4M3_MAX)
+    flushed = (step == 0) & (bits != 0)
+    return Scales(amax, step.clamp(min=_E4M3_SMALLEST) * unit, exponent, flushed, excluded)
+
+
+def _no_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = torch.zeros((*blocks.shape[:-1], 1), dtype=torch.int32, device=blocks.device)
+    return bits, bits.bool()
+
+
+def _fields(
+    blocks: torch.Tensor, length: int, format: Format, rule: Rule, tensor_amax: torch.Tensor | None
+) -> ErrorFields:
+    """float32 [R, N, B] of rows of `length` elements -> fields of the same shape."""
+    scales = _scales(blocks, format, rule, tensor_amax)
+    x = blocks.double().masked_fill_(scales.excluded, 0.0)
+    magnitude = x.abs()
+    z = magnitude / scales.scale
+    saturated = z > format.qmax
+    c = round_to_grid(z, format)
+    ideal = torch.where(scales.amax > 0, scales.amax, 1.0)
+    c_star = round_to_grid((magnitude * format.qmax).div_(ideal), format)
+    nonzero = magnitude != 0
+    if format.grid == E2M1_GRID:
+        code = e2m1_code(c).to(torch.uint8) + torch.signbit(x).to(torch.uint8) * (CODE_BINS // 2)
+    else:
+        code = torch.zeros_like(c, dtype=torch.uint8)
+    lengths = block_lengths(blocks.shape[1], length, format.block, blocks.device)[None, :, None]
+    counts = torch.stack(
+        (
+            (lengths * ~scales.excluded).sum(),
+            (~torch.isfinite(blocks)).sum(),
+            torch.full((), scales.excluded.numel(), dtype=torch.int64, device=blocks.device),
+            scales.excluded.sum(),
+        )
+    )
+    return ErrorFields(
+        x=x,
+        q=torch.copysign(c * scales.scale, x),
+        q_star=torch.copysign(c_star * ideal / format.qmax, x),
+        on_d=(c_star == 0) & nonzero,
+        zeroed=(c == 0) & nonzero,
+        saturated=saturated,
+        code=code,
+        scales=scales,
+        counts=counts,
+        format=format,
+        rule=rule,
+    )
+
+
+def _sums(f: ErrorFields) -> torch.Tensor:
+    """Fields (of any element shape) -> float64[N_VALUES]."""
+    e, e_scale, e_star = f.q - f.x, f.q - f.q_star, f.q_star - f.x
+    e_dz = e_star * f.on_d
+    e_grid = e_star - e_dz
+    e2, scale2 = e * e, e_scale * e_scale
+    sums = torch.stack(
+        (
+            (f.x * f.x).sum(),
+            e2.sum(),
+            scale2.sum(),
+            (e_dz * e_dz).sum(),
+            (e_grid * e_grid).sum(),
+            (e_scale * e_grid).sum(),
+            (e_scale * e_dz).sum(),
+            (f.x * f.q).sum(),
+            (f.x * f.q_star).sum(),
+            e.sum(),
+            (scale2 * f.saturated).sum(),
+            (e2 * f.on_d).sum(),
+            (e2 * f.zeroed).sum(),
+            (e2 * f.saturated).sum(),
+        )
+    )
+    n, n_nonfinite, n_blocks, n_excluded = f.counts.unbind()
+    counts = torch.stack(
+        (
+            n,
+            f.on_d.sum(),
+            f.zeroed.sum(),
+            (f.zeroed & ~f.on_d).sum(),
+            f.saturated.sum(),
+            f.scales.clamped.sum(),
+            n_nonfinite,
+            n_blocks,
+            n_excluded,
+        )
+    )
+    codes = count_codes(f.code)
+    if f.format.grid == E2M1_GRID:
+        codes[0] -= f.code.numel() - n  # padding and excluded blocks were set to +0
+    amax = f.scales.amax.amax() if f.scales.amax.numel() else f.x.new_zeros(())
+    return pack(sums, counts, amax, delta_histogram(f.scales.amax, f.scales.scale, f.format), codes)
+
+
+def count_codes(code: torch.Tensor) -> torch.Tensor:
+    """uint8 codes below 16 -> int64[16]. On a GPU bincount would synchronise, so there they are compared."""
+    flat = code.reshape(-1)
+    if code.device.type == "cpu":
+        return torch.bincount(flat, minlength=CODE_BINS)
+    return torch.stack([(flat == value).sum() for value in range(CODE_BINS)])
+
+
+def delta_histogram(amax: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """Blocks by delta = log2(s / s*) in 32 bins over [0, 1), int64[32]; zero and excluded blocks are left out.
+
+    The edges 2^(k/32) are irrational but the first, so that comparing against them is unambiguous.
+    """
+    ratio = scale * format.qmax / torch.where(amax > 0, amax, 1.0)
+    edges = torch.exp2(torch.arange(1, DELTA_BINS, dtype=torch.float64, device=amax.device) / DELTA_BINS)
+    above = ((ratio.reshape(-1, 1) >= edges) & (amax.reshape(-1, 1) > 0)).sum(0)
+    at_least = torch.cat(((amax > 0).sum().reshape(1), above, above.new_zeros(1)))
+    return at_least[:-1] - at_least[1:]
+
+
+__all__ = [
+    "BlockShape",
+    "ErrorFields",
+    "Scales",
+    "decompose",
+    "error_fields",
+    "quantize_dequantize",
+    "quantized_blocks",
+]
