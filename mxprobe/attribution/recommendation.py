@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from mxprobe.schema import PLAIN_WORDS, Component, Role, Verdict
@@ -12,15 +12,12 @@ from .thresholds import Thresholds
 JSON_SCHEMA = "mxprobe.recommend/1"
 
 
-class Certainty(str, Enum):
+class Certainty(StrEnum):
     """How a number came about; the three are never mixed up in words."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"
     ASSOCIATED = "associated with"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
