@@ -42,16 +42,16 @@ def check_verdict(run: DemoRun, scenario: Scenario) -> None:
     answer = run.recommendation
     if scenario is Scenario.HEALTHY:
         assert answer["verdict"] == "none_needed"
+        assert answer["chosen"] == []
     elif scenario is Scenario.STALE:
         assert answer["verdict"] == "not_explained"
-        assert not answer["corrections"] or all(not c["named"] for c in answer["corrections"])
+        assert answer["chosen"] == []
     else:
         assert answer["verdict"] in ("enable", "undecided")
         assert answer["component"] == "deadzone"
-        groups = {(group["kind"], group["role"]) for group in answer["where"]["groups"]}
+        groups = {(group["module_kind"], group["role"]) for group in answer["where"]}
         assert groups == {(f"{kind}_proj", "x_fwd") for kind in ("q", "k", "v", "gate", "up")}
-        named = [c["correction"] for c in answer["corrections"] if c["named"]]
-        assert named[0] in ("of:0.5", "of:1.0")
+        assert answer["chosen"][0] in ("of:0.5", "of:1.0")
 
 
 @pytest.fixture(scope="module")
