@@ -1,0 +1,1 @@
+"""Getting into a running process, and out again: process facts, injector, run directory, controller."""
