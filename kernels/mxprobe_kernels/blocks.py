@@ -6,6 +6,7 @@ R = rows (all other axes flattened), K = length of the block axis, B = block siz
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ def rows_of(x: torch.Tensor, dim: int) -> torch.Tensor:
     if not x.is_floating_point():
         raise ValueError(f"cannot quantize a tensor of {x.dtype}; pass float32, bfloat16, float16 or float64")
     moved = x.detach().movedim(dim, -1)
-    return moved.reshape(-1, moved.shape[-1]) if moved.numel() else moved.reshape(0, max(moved.shape[-1], 1))
+    return moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
 
 
 def to_blocks(x: torch.Tensor, dim: int, block: int) -> tuple[torch.Tensor, BlockShape]:

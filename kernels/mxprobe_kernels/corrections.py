@@ -65,11 +65,11 @@ def _macro_block_scaling(x: torch.Tensor, size: int, rule: Rule, dim: int) -> to
     True division: a reciprocal differs in 30 % of fp32 values and flips m8 now and then.
     """
     macro, shape = to_blocks(x, dim, size)
-    amax = macro.abs().amax(-1, keepdim=True) if macro.numel() else macro[..., :1]
+    amax = macro.abs().amax(-1, keepdim=True)
     ratio = MXFP4.qmax / torch.where(amax > 0, amax, 1.0)
     m8 = (ratio.view(torch.int32) & 0x7F8000) >> 15
     f = torch.where(amax > 0, 1.0 + m8.float() / 256.0, 1.0)
-    scaled = (macro * f).reshape(macro.shape[0], -1, MXFP4.block)
+    scaled = (macro * f).reshape(macro.shape[0], macro.shape[1] * size // MXFP4.block, MXFP4.block)
     q, _ = quantized_blocks(scaled, MXFP4, rule)
     return from_blocks((q.reshape(macro.shape) / f).float(), shape)
 
@@ -84,11 +84,11 @@ def _outlier_fallback(x: torch.Tensor, alpha: float, rule: Rule, dim: int) -> to
 
 def _hadamard(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
     groups, shape = to_blocks(x, dim, size)
+    n_rows, width = groups.shape[0], groups.shape[1] * size
     signs = _signs(size, x.device)
-    rotated = walsh_hadamard(groups * signs)
-    blocks = pad_rows(rotated.reshape(groups.shape[0], -1), MXFP4.block)
+    blocks = pad_rows(walsh_hadamard(groups * signs).reshape(n_rows, width), MXFP4.block)
     q, _ = quantized_blocks(blocks, MXFP4, rule)
-    back = q.float().reshape(groups.shape[0], -1)[:, : groups.shape[1] * size].reshape(groups.shape)
+    back = q.float().reshape(n_rows, blocks.shape[1] * MXFP4.block)[:, :width].reshape(groups.shape)
     return from_blocks(walsh_hadamard(back) * signs, shape)
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from mxprobe_kernels.blocks import (
-    BlockShape,
     block_lengths,
     from_blocks,
     pad_rows,
@@ -163,7 +162,7 @@ _ELEMENTWISE = ("x", "q", "q_star", "on_d", "zeroed", "saturated", "code")
 
 
 def _scales(blocks: torch.Tensor, format: Format, rule: Rule, tensor_amax: torch.Tensor | None) -> Scales:
-    bits, excluded = amax_bits(blocks) if blocks.numel() else _no_blocks(blocks)
+    bits, excluded = amax_bits(blocks)
     amax = bits.view(torch.float32).double()
     if format.scale is ScaleType.E8M0:
         exponent, clamped = scale_exponent(bits, format, rule)
@@ -178,11 +177,6 @@ def _scales(blocks: torch.Tensor, format: Format, rule: Rule, tensor_amax: torch
     step = round_minifloat(amax / format.qmax / unit, 3, -6, _E4M3_MAX)
     flushed = (step == 0) & (bits != 0)
     return Scales(amax, step.clamp(min=_E4M3_SMALLEST) * unit, exponent, flushed, excluded)
-
-
-def _no_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits = torch.zeros((*blocks.shape[:-1], 1), dtype=torch.int32, device=blocks.device)
-    return bits, bits.bool()
 
 
 def _fields(
@@ -289,14 +283,3 @@ def delta_histogram(amax: torch.Tensor, scale: torch.Tensor, format: Format) -> 
     above = ((ratio.reshape(-1, 1) >= edges) & (amax.reshape(-1, 1) > 0)).sum(0)
     at_least = torch.cat(((amax > 0).sum().reshape(1), above, above.new_zeros(1)))
     return at_least[:-1] - at_least[1:]
-
-
-__all__ = [
-    "BlockShape",
-    "ErrorFields",
-    "Scales",
-    "decompose",
-    "error_fields",
-    "quantize_dequantize",
-    "quantized_blocks",
-]
