@@ -1,0 +1,42 @@
+"""`mxprobe report`: a trace as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from mxprobe.errors import UsageError
+
+
+@click.command("report")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="HTML file; default TRACE.html.")
+@click.option("--json", "as_json", is_flag=True, help="Print a machine-readable summary on standard output.")
+def command(trace: Path, output: Path | None, as_json: bool) -> None:
+    """Write one offline HTML page: verdict, signals, where the error is, what would help, and the evidence.
+
+    The page makes no network request and can be mailed or archived as it is.
+    """
+    from mxprobe.attribution import recommend
+    from mxprobe.trace import open_trace
+    from mxprobe_reports import write_report
+
+    opened = open_trace(trace)
+    path = output or trace.resolve().with_suffix(".html")
+    command_line = shlex.join(["mxprobe", *sys.argv[1:]])
+    try:
+        report = write_report(opened, recommend(opened), path, command_line=command_line)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}",
+            cause="the directory does not exist, or is not writable",
+            remedy="name another file with -o",
+        ) from None
+    if as_json:
+        click.echo(json.dumps({"path": str(path), "size_bytes": path.stat().st_size, **report.summary()}, indent=2))
+    else:
+        click.echo(str(path))

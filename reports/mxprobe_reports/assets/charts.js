@@ -1,0 +1,228 @@
+"use strict";
+// Figures and their tables, made from DATA on demand. A figure is { data, layout }; a string is the reason there is none.
+
+const CONFIG = { displayModeBar: false, displaylogo: false, showSendToCloud: false, responsive: true };
+
+function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const get = (name) => style.getPropertyValue("--" + name).trim();
+  const names = ["ink", "soft", "faint", "line", "grid-line", "card", "scale", "deadzone", "grid", "saturation", "sans"];
+  return Object.fromEntries(names.map((name) => [name, get(name)]));
+}
+
+function layout(t, extra) {
+  const axis = {
+    gridcolor: t["grid-line"], linecolor: t.line, zerolinecolor: t.line, tickcolor: t.line, ticks: "", automargin: true,
+    tickfont: { color: t.faint, size: 11 }, title: { font: { color: t.faint, size: 11 }, standoff: 6 }, fixedrange: true,
+  };
+  const { xaxis, yaxis, ...rest } = extra;
+  const title = (a) => (a && a.title ? { ...a, title: { ...axis.title, text: a.title } } : a);
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: t.sans, size: 11.5, color: t.soft },
+    margin: { l: 40, r: 8, t: 6, b: 22 }, showlegend: false, dragmode: false,
+    hoverlabel: { bgcolor: t.card, bordercolor: t.line, font: { color: t.ink, size: 12, family: t.sans }, align: "left" },
+    xaxis: { ...axis, showgrid: false, ...title(xaxis) }, yaxis: { ...axis, ...title(yaxis) }, ...rest,
+  };
+}
+const LEGEND = (t) => ({
+  showlegend: true,
+  legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", font: { size: 11.5, color: t.soft } },
+});
+const UNIFIED = { hovermode: "x unified" };
+
+function line(t, name, steps, values, color, extra) {
+  const few = steps.length <= 60;
+  return {
+    type: "scatter", mode: few ? "lines+markers" : "lines", name, x: steps, y: values, connectgaps: false,
+    line: { color, width: 1.8 }, marker: { color, size: 4 }, ...extra,
+  };
+}
+
+// Dashed level of the same quantity on Gaussian data of the tensor's own magnitude.
+function reference(t, steps, level) {
+  return line(t, "Gaussian reference", [steps[0], steps[steps.length - 1]], [level, level], t.faint, {
+    mode: "lines", line: { color: t.faint, width: 1.2, dash: "dash" },
+  });
+}
+
+function signalFigure(index) {
+  const t = theme();
+  const signal = DATA.signals[index];
+  const steps = unpack(signal.steps).values;
+  const raw = unpack(signal.values).values;
+  const data = [];
+  if (signal.smooth) {
+    data.push({ type: "scatter", mode: "lines", name: "each step", x: steps, y: raw, line: { color: t.faint, width: 1 }, opacity: 0.45, hoverinfo: "skip" });
+    data.push(line(t, "running mean", steps, unpack(signal.smooth).values, t.ink, { mode: "lines" }));
+  } else data.push(line(t, signal.title, steps, raw, t.ink));
+  const shapes = DATA.events.map((event) => ({
+    type: "line", xref: "x", yref: "paper", x0: event.step, x1: event.step, y0: 0, y1: 1,
+    line: { color: t.faint, width: 1, dash: "dot" },
+  }));
+  const yaxis = { nticks: 4, rangemode: signal.from_zero ? "tozero" : "normal" };
+  return { data, layout: layout(t, { ...UNIFIED, shapes, margin: { l: 38, r: 8, t: 6, b: 20 }, yaxis, xaxis: { nticks: 6 } }) };
+}
+function signalTable(index) {
+  const signal = DATA.signals[index];
+  const steps = unpack(signal.steps).values;
+  const raw = unpack(signal.values).values;
+  return { head: ["step", signal.title], format: ["number", "number"], rows: Array.from(steps, (s, i) => [s, raw[i]]) };
+}
+
+function measure(key) {
+  return DATA.measures.find((m) => m.key === key);
+}
+function moduleTicks() {
+  const { labels, blocks } = DATA.modules;
+  if (labels.length <= 32) return { tickvals: labels.map((_, i) => i), ticktext: labels.map((l) => plain(shorten(l, 16))), tickangle: -40 };
+  const firsts = blocks.map((b, i) => (i === 0 || b !== blocks[i - 1] ? i : -1)).filter((i) => i >= 0);
+  const every = Math.ceil(firsts.length / 16);
+  const shown = firsts.filter((_, i) => i % every === 0);
+  return { tickvals: shown, ticktext: shown.map((i) => plain(shorten(blocks[i], 10))), tickangle: 0 };
+}
+
+function heatFigure(key, selected) {
+  if (!DATA.operands.module.length) return "No operand was measured in this trace.";
+  const t = theme();
+  const m = measure(key);
+  const modules = DATA.modules.names;
+  const cells = DATA.roles.map((_, r) => modules.map((_, i) => valueOf("operands", key, operandAt(i, r))));
+  const z = cells.map((row) => row.map((v) => (!Number.isFinite(v) ? null : m.log ? Math.log10(Math.max(v, 1e-12)) : v)));
+  const text = cells.map((row, r) => row.map((v, i) => {
+    const at = operandAt(i, r);
+    if (at < 0) return "";
+    const share = (c) => percent(valueOf("operands", c, at));
+    return [
+      plain(shorten(modules[i], 60)) + " · " + DATA.roles[r].label, plain(m.label) + ": <b>" + FORMAT[m.format](v) + "</b>",
+      "split of the output error: scale " + share("out_scale") + ", deadzone " + share("out_deadzone") + ", grid " + share("out_grid"),
+    ].join("<br>");
+  }));
+  const ticks = m.ticks.map((v) => (m.log ? Math.log10(v) : v));
+  const data = [{
+    type: "heatmap", z, text, hovertemplate: "%{text}<extra></extra>", hoverongaps: false,
+    xgap: modules.length <= 60 ? 2 : 0, ygap: 2, zmin: ticks[0], zmax: ticks[ticks.length - 1],
+    colorscale: m.diverging ? [[0, "#3b6fb6"], [0.5, t["grid-line"]], [1, "#b5533c"]] : "Cividis",
+    colorbar: {
+      thickness: 8, len: 1, outlinewidth: 0, x: 1.01, xpad: 0, tickvals: ticks, ticktext: m.ticks.map(FORMAT[m.format]),
+      tickfont: { size: 10.5, color: t.faint }, ticklen: 2, tickcolor: t.line,
+    },
+  }];
+  const shapes = selected.module < 0 ? [] : [{
+    type: "rect", x0: selected.module - 0.5, x1: selected.module + 0.5, y0: selected.role - 0.5, y1: selected.role + 0.5,
+    line: { color: t.ink, width: 2 },
+  }];
+  const yaxis = { tickvals: DATA.roles.map((_, i) => i), ticktext: DATA.roles.map((r) => r.label), autorange: "reversed", showgrid: false, zeroline: false };
+  const xaxis = { ...moduleTicks(), zeroline: false, range: [-0.5, modules.length - 0.5] };
+  return { data, layout: layout(t, { shapes, xaxis, yaxis, margin: { l: 58, r: 54, t: 4, b: 20 } }) };
+}
+function heatTable(key) {
+  const m = measure(key);
+  return {
+    head: ["module", ...DATA.roles.map((r) => r.label)], format: ["text", ...DATA.roles.map(() => m.format)],
+    rows: DATA.modules.names.map((name, i) => [name, ...DATA.roles.map((_, r) => valueOf("operands", key, operandAt(i, r)))]),
+  };
+}
+
+const PARTS = [["scale", "scale"], ["deadzone", "deadzone"], ["grid", "grid"]];
+function seriesOf(index, names) {
+  return names.map((name) => rowOf("series", name, index));
+}
+function total(rows) {
+  return rows[0].map((_, i) => rows.reduce((sum, row) => sum + row[i], 0));
+}
+function stepsOf() {
+  return unpack(DATA.series.steps).values;
+}
+
+// prefix "" is the operand's own error, "out_" that of the GEMM it feeds.
+function componentsFigure(index, prefix) {
+  if (index < 0) return "This operand was not measured.";
+  const t = theme();
+  const steps = stepsOf();
+  const rows = seriesOf(index, PARTS.map(([name]) => prefix + name));
+  const data = PARTS.map(([name, color], i) => line(t, name, steps, rows[i], t[color]));
+  data.unshift(line(t, "total", steps, total(rows), t.ink, { line: { color: t.ink, width: 2.2 } }));
+  if (!prefix) data.push(reference(t, steps, valueOf("operands", "nmse_reference", index)));
+  else data.push(line(t, "made on zeroed values", steps, rowOf("series", "out_zeroed", index), t.deadzone, { line: { color: t.deadzone, width: 1.4, dash: "dot" } }));
+  return stepFigure(t, data);
+}
+function stepFigure(t, data, yaxis) {
+  data.forEach((trace) => { trace.hovertemplate = "%{y:.3p}"; });
+  return { data, layout: layout(t, { ...UNIFIED, ...LEGEND(t), margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: { title: "step" }, yaxis: { tickformat: ".2~p", rangemode: "tozero", ...yaxis } }) };
+}
+function componentsTable(index, prefix) {
+  const names = PARTS.map(([name]) => prefix + name);
+  const rows = seriesOf(index, names);
+  const sum = total(rows);
+  const head = ["step", "total", ...PARTS.map(([name]) => name)];
+  if (prefix) { head.push("made on zeroed values"); rows.push(rowOf("series", "out_zeroed", index)); }
+  return { head, format: ["number", ...head.slice(1).map(() => "percent")], rows: Array.from(stepsOf(), (s, i) => [s, sum[i], ...rows.map((r) => r[i])]) };
+}
+
+function zerosFigure(index) {
+  if (index < 0) return "This operand was not measured.";
+  const t = theme();
+  const steps = stepsOf();
+  return stepFigure(t, [
+    line(t, "rounded to zero", steps, rowOf("series", "zero_frac", index), t.deadzone),
+    line(t, "clipped", steps, rowOf("series", "saturated_frac", index), t.saturation),
+    reference(t, steps, valueOf("operands", "zeroed_reference", index)),
+  ]);
+}
+function zerosTable(index) {
+  const [zeroed, clipped] = seriesOf(index, ["zero_frac", "saturated_frac"]);
+  return { head: ["step", "rounded to zero", "clipped"], format: ["number", "percent", "percent"], rows: Array.from(stepsOf(), (s, i) => [s, zeroed[i], clipped[i]]) };
+}
+
+function deltaBins(index) {
+  const shares = rowOf("operands", "delta", index);
+  return Array.from(shares, (share, i) => [i / shares.length, (i + 1) / shares.length, share]);
+}
+function deltaFigure(index) {
+  if (index < 0) return "This operand was not measured.";
+  const t = theme();
+  const bins = deltaBins(index);
+  if (!bins.some((b) => b[2] > 0)) return "No block scale was recorded for this operand.";
+  const data = [{
+    type: "bar", x: bins.map((b) => (b[0] + b[1]) / 2), y: bins.map((b) => b[2]), width: 1 / bins.length, marker: { color: t.scale, line: { width: 0 } },
+    customdata: bins, hovertemplate: "%{customdata[0]:.3f} to %{customdata[1]:.3f} octaves<br>%{y:.2p} of blocks<extra></extra>",
+  }];
+  return { data, layout: layout(t, { bargap: 0.12, margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: { title: "log₂(s / s*), octaves", range: [0, 1] }, yaxis: { tickformat: ".2~p" } }) };
+}
+function deltaTable(index) {
+  return { head: ["from, octaves", "to, octaves", "share of blocks"], format: ["number", "number", "percent"], rows: deltaBins(index) };
+}
+
+const FLOOR = 1e-8;
+function realisedFigure(selected) {
+  if (!DATA.outputs.length) return "No layer output was compared in this trace.";
+  const t = theme();
+  const data = [];
+  for (const phase of DATA.outputs) {
+    const color = phase.phase === "train" ? t.faint : t.ink;
+    const side = phase.phase === "train" ? -0.14 : 0.14;
+    const xs = phase.module.map((m) => m + side);
+    const symbol = phase.phase === "train" ? "diamond" : "circle";
+    const info = phase.module.map((m, i) => [
+      plain(shorten(DATA.modules.names[m], 60)) + " · " + phase.label, "realised <b>" + number(phase.realised[i]) + "</b>, predicted " + number(phase.predicted[i]),
+      "X " + plain(phase.recipe_x[i]) + ", W " + plain(phase.recipe_w[i]) + (phase.exact[i] ? ", reproduced exactly" : ", not reproduced exactly"),
+    ].join("<br>"));
+    const common = { type: "scatter", mode: "markers", x: xs, customdata: phase.module, text: info, hovertemplate: "%{text}<extra></extra>" };
+    const lift = (values) => values.map((v) => (v === null ? null : Math.max(v, FLOOR)));
+    data.push({ ...common, name: phase.label + ", predicted", y: lift(phase.predicted), marker: { symbol: symbol + "-open", size: 12, color, line: { width: 1.4, color } } });
+    data.push({ ...common, name: phase.label + ", realised", y: lift(phase.realised), marker: { symbol, size: 6, color } });
+  }
+  const exponents = [-8, -6, -4, -2, 0];
+  const yaxis = { type: "log", tickvals: exponents.map((e) => 10 ** e), ticktext: exponents.map((e) => (e === -8 ? "≤ " : "") + power(e)), range: [-8.4, 0.9], zeroline: false };
+  const xaxis = { ...moduleTicks(), range: [-0.6, DATA.modules.names.length - 0.4], zeroline: false };
+  const shapes = selected.module < 0 ? [] : [{ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: selected.module - 0.5, x1: selected.module + 0.5, line: { width: 0 }, fillcolor: t["grid-line"] }];
+  return { data, layout: layout(t, { ...LEGEND(t), shapes, xaxis, yaxis, margin: { l: 46, r: 8, t: 30, b: 22 } }) };
+}
+function realisedTable() {
+  const head = ["module", "phase", "realised", "predicted", "realised / predicted", "recipe X", "recipe W", "exact"];
+  const rows = DATA.outputs.flatMap((phase) => phase.module.map((m, i) => [
+    DATA.modules.names[m], phase.label, phase.realised[i], phase.predicted[i], phase.predicted[i] > 0 ? phase.realised[i] / phase.predicted[i] : NaN,
+    phase.recipe_x[i], phase.recipe_w[i], phase.exact[i] ? "yes" : "no",
+  ]));
+  return { head, format: ["text", "text", "number", "number", "number", "text", "text", "text"], rows };
+}

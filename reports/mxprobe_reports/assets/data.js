@@ -1,0 +1,79 @@
+"use strict";
+// The page's data: decoded once, looked up by module and operand, and formatted for people.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+
+function unpack(packed) {
+  const bytes = Uint8Array.from(atob(packed.f32), (c) => c.charCodeAt(0));
+  return { values: new Float32Array(bytes.buffer), shape: packed.shape };
+}
+
+const decoded = new Map();
+function column(group, name) {
+  const key = group + "/" + name;
+  if (!decoded.has(key)) decoded.set(key, unpack(DATA[group].columns[name]));
+  return decoded.get(key);
+}
+
+// A row of a 2-D column, or one number of a 1-D column.
+function rowOf(group, name, index) {
+  const { values, shape } = column(group, name);
+  return values.subarray(index * shape[1], (index + 1) * shape[1]);
+}
+function valueOf(group, name, index) {
+  return index < 0 ? NaN : column(group, name).values[index];
+}
+
+const operandIndex = new Map();
+DATA.operands.module.forEach((module, i) => operandIndex.set(module + "," + DATA.operands.role[i], i));
+function operandAt(module, role) {
+  const index = operandIndex.get(module + "," + role);
+  return index === undefined ? -1 : index;
+}
+function operandName(index) {
+  return DATA.modules.names[DATA.operands.module[index]] + " · " + DATA.roles[DATA.operands.role[index]].label;
+}
+
+const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+function power(exponent) {
+  return "10" + String(exponent).replace(/./g, (c) => SUPERSCRIPT[c]);
+}
+function number(x) {
+  if (!Number.isFinite(x)) return "–";
+  const a = Math.abs(x);
+  if (a === 0) return "0";
+  if (a < 1e-3 || a >= 1e6) {
+    const exponent = Math.floor(Math.log10(a));
+    return (x / 10 ** exponent).toFixed(1).replace("-", "−") + "×" + power(exponent);
+  }
+  return x.toFixed(a >= 100 ? 0 : a >= 10 ? 1 : a >= 1 ? 2 : a >= 0.1 ? 3 : 4).replace("-", "−");
+}
+function percent(x) {
+  if (!Number.isFinite(x)) return "–";
+  const p = Math.abs(100 * x);
+  const digits = p >= 99.95 ? 0 : p >= 10 ? 1 : p >= 1 ? 1 : 2;
+  if (p > 0 && p < 0.005) return (x < 0 ? "> −" : "< ") + "0.01 %";
+  return (100 * x).toFixed(digits).replace("-", "−") + " %";
+}
+function decibel(x) {
+  return Number.isFinite(x) ? x.toFixed(1).replace("-", "−") + " dB" : "–";
+}
+const FORMAT = { number, percent, decibel, text: (x) => x, times: (x) => (Number.isFinite(x) ? number(x) + " ×" : "–") };
+
+// Plotly reads a subset of HTML in every label: names must reach it as text.
+function plain(text) {
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+function shorten(text, length) {
+  return text.length <= length ? text : text.slice(0, length / 2 - 1) + "…" + text.slice(1 - length / 2);
+}
+
+function element(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes || {})) {
+    if (key === "onclick") node.addEventListener("click", value);
+    else if (value !== null && value !== undefined) node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}

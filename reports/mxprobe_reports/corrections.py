@@ -1,0 +1,113 @@
+"""What would help: every correction scored on the named operands, with interval, recovery and cost."""
+
+import math
+from collections.abc import Sequence
+
+from mxprobe.attribution import CorrectionScore, Recommendation
+from mxprobe_kernels.formats import Correction, CorrectionKind
+
+from .markup import Html, basis, card, join, number, percent, tag
+from .verdict import gain_text
+
+_WORDS: dict[CorrectionKind, str] = {
+    CorrectionKind.RULE: "scale rule {}",
+    CorrectionKind.MACRO_BLOCK_SCALING: "macro-block scaling over {} elements",
+    CorrectionKind.OUTLIER_FALLBACK: "outlier fallback, α = {}",
+    CorrectionKind.HADAMARD: "random Hadamard rotation of {}",
+    CorrectionKind.NVFP4: "NVFP4: blocks of 16, E4M3 scales",
+    CorrectionKind.MXFP8: "MXFP8 elements",
+    CorrectionKind.KEEP_HIGH_PRECISION: "keep these operands in BF16",
+}
+
+
+def describe(spelling: str) -> str:
+    """The field's words for a correction; the spelling itself when this version does not know it."""
+    try:
+        correction = Correction.parse(spelling)
+    except ValueError:
+        return spelling
+    return _WORDS[correction.kind].format(correction.parameter)
+
+
+def section(recommendation: Recommendation) -> Html:
+    kind = basis("measured", "on the named operands; costs are estimates")
+    if not recommendation.corrections:
+        why = "No correction was scored: the trace holds no what-ifs for quantized operands."
+        return card("What would help", tag("p", why, class_="empty"), id="help")
+    low = min(0.0, *[max(-1.0, _low(score)) for score in recommendation.corrections])
+    head = [
+        tag("th", "correction", scope="col"),
+        tag("th", "part of the output error removed", scope="col", style="width: 26%"),
+        *[tag("th", name, scope="col", class_="num", title=title) for name, title in _NUMERIC],
+        tag("th", "", scope="col"),
+    ]
+    body = join([_row(score, recommendation, low) for score in recommendation.corrections])
+    content = tag("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", body)), class_="scroll")
+    return card("What would help", content, id="help", kind=kind)
+
+
+_NUMERIC: Sequence[tuple[str, str]] = (
+    ("gain [95 %]", "1 − output error left / output error, interval over probed steps"),
+    ("held out", "gain on the half of the steps that did not choose"),
+    ("recovery", "part of the named component mended in the GEMM output"),
+    ("extra GEMM", "passes of the GEMM it is applied to, estimated"),
+    ("bits", "per element"),
+)
+
+
+def _row(score: CorrectionScore, recommendation: Recommendation, low: float) -> Html:
+    tags = [
+        ("recommended", score.correction in recommendation.chosen),
+        ("already on", score.is_active),
+        ("cures the symptom", score.cures),
+        ("leaves the format", score.tier > 1),
+    ]
+    marks = [tag("span", text, class_="tag") for text, applies in tags if applies]
+    numbers = [
+        gain_text(score),
+        "–" if score.held_out_gain is None else number(score.held_out_gain),
+        percent(score.recovery),
+        number(score.cost_gemm),
+        number(score.bits_per_element),
+    ]
+    name = [describe(score.correction), " ", tag("code", score.correction, style="color: var(--faint)")]
+    note = tag("span", score.note, class_="note") if score.note else ""
+    return tag(
+        "tr",
+        tag("td", *name),
+        tag("td", _forest(score, low)),
+        *[tag("td", text, class_="num") for text in numbers],
+        tag("td", *marks, " ", note),
+        class_="named" if score.correction in recommendation.chosen else None,
+    )
+
+
+def _low(score: CorrectionScore) -> float:
+    return min(score.gain, score.gain_low) if math.isfinite(score.gain_low) else score.gain
+
+
+def _forest(score: CorrectionScore, low: float) -> Html:
+    """Point and interval on a common axis from `low` to 1, zero marked; values beyond are drawn at the edge."""
+    if not math.isfinite(score.gain):
+        return Html("–")
+
+    def at(value: float) -> str:
+        return f"{100 * (min(max(value, low), 1.0) - low) / (1.0 - low):.2f}%"
+
+    zero = tag("line", x1=at(0), x2=at(0), y1="0", y2="20", stroke="var(--line)")
+    axis = tag("line", x1="0", x2="100%", y1="10", y2="10", stroke="var(--grid-line)")
+    interval = Html("")
+    if math.isfinite(score.gain_low) and math.isfinite(score.gain_high):
+        interval = tag(
+            "line",
+            x1=at(score.gain_low),
+            x2=at(score.gain_high),
+            y1="10",
+            y2="10",
+            stroke="var(--soft)",
+            stroke_width="3",
+        )
+    color = "var(--ink)" if score.is_eligible else "var(--faint)"
+    point = tag("circle", cx=at(score.gain), cy="10", r="4.5", fill=color)
+    label = f"gain {gain_text(score)}"
+    return tag("svg", axis, zero, interval, point, class_="forest", role="img", aria_label=label)

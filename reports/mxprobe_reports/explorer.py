@@ -1,0 +1,198 @@
+"""The operands as page.js explores them: columns, series, histograms, what-ifs, and the measures to colour by."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from mxprobe.attribution import ratios
+from mxprobe.attribution.gaussian import gaussian_reference
+from mxprobe.schema import Component
+
+from . import names, packing
+from .operands import SERIES, Operands, dense
+
+OPERAND_COLUMNS: tuple[str, ...] = (
+    *("out_error", "out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated"),
+    *("nmse", "sqnr_db", "scale", "deadzone", "grid", "zero_frac", "saturated_frac"),
+    *("nmse_reference", "zeroed_reference", "nmse_ratio"),
+    *("sampled", "clusters"),
+)
+
+ERROR_TICKS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
+SHARE_TICKS = [0.0, 0.25, 0.5, 0.75, 1.0]
+
+MEASURES: list[dict[str, Any]] = [
+    {
+        "key": "out_error",
+        "label": "output error",
+        "log": True,
+        "format": "percent",
+        "ticks": ERROR_TICKS,
+        "help": "‖GEMM output error‖² / ‖GEMM output‖² with this one operand quantized.",
+    },
+    {
+        "key": "out_zeroed",
+        "label": "output error made on zeroed values",
+        "format": "percent",
+        "ticks": SHARE_TICKS,
+        "help": "Share of the output error made on values that were rounded to zero. It can exceed 100 % where the "
+        "rest of the error cancels part of it.",
+    },
+    {
+        "key": "out_scale",
+        "label": "output error an ideal scale would remove",
+        "format": "percent",
+        "ticks": SHARE_TICKS,
+        "help": "Remainder split of the output error: what real-valued scales in place of powers of two would remove.",
+    },
+    {
+        "key": "out_grid",
+        "label": "output error of the grid",
+        "format": "percent",
+        "ticks": SHARE_TICKS,
+        "help": "Remainder split of the output error: what stays with ideal scales and nothing lost to zero.",
+    },
+    {
+        "key": "out_saturated",
+        "label": "output error made on clipped values",
+        "format": "percent",
+        "ticks": SHARE_TICKS,
+        "help": "Share of the output error made on values beyond six times their block's scale.",
+    },
+    {
+        "key": "nmse_ratio",
+        "label": "operand error relative to Gaussian",
+        "format": "times",
+        "log": True,
+        "diverging": True,
+        "ticks": [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0],
+        "help": "‖Q(x) − x‖² / ‖x‖² over the same ratio for Gaussian data of this tensor's magnitude. "
+        "The error of a tensor is not the error of its product: a single outlier makes it small.",
+    },
+    {
+        "key": "zero_frac",
+        "label": "values rounded to zero",
+        "format": "percent",
+        "ticks": SHARE_TICKS,
+        "help": "Share of non-zero values that became zero. Gaussian data: about 11 %.",
+    },
+]
+
+_BY_COMPONENT = {
+    Component.DEADZONE: "out_zeroed",
+    Component.SCALE: "out_scale",
+    Component.GRID: "out_grid",
+    Component.SATURATION: "out_saturated",
+}
+
+
+def default_measure(component: Component) -> str:
+    """What the second heatmap shows first: the evidence for the named component."""
+    return _BY_COMPONENT.get(component, "out_zeroed")
+
+
+def columns(operands: Operands) -> pd.DataFrame:
+    """One row per operand, columns `OPERAND_COLUMNS`; errors are relative energies, shares fractions."""
+    totals = operands.totals
+    frame = pd.concat([ratios.tensor_ratios(totals), ratios.output_ratios(totals)], axis=1)
+    references = [
+        gaussian_reference(float(log2_rms), str(rule))
+        for log2_rms, rule in zip(frame["log2_rms"], totals["rule"], strict=True)
+    ]
+    frame["nmse_reference"] = [reference.nmse for reference in references]
+    frame["zeroed_reference"] = [reference.zero_frac for reference in references]
+    frame["nmse_ratio"] = frame["nmse"] / frame["nmse_reference"]
+    frame["sampled"] = totals["sampled_frac"]
+    frame["clusters"] = totals["n_clusters"]
+    return frame[list(OPERAND_COLUMNS)].astype(float)
+
+
+def series(operands: Operands) -> dict[str, npt.NDArray[np.float64]]:
+    """`SERIES` as (n_operands, n_bins): components relative to the signal's energy, so that they add to the error."""
+    binned = operands.binned
+    tensor, output = ratios.tensor_ratios(binned), ratios.output_ratios(binned)
+    lines = {name: tensor[name] * tensor["nmse"] for name in ("scale", "deadzone", "grid")}
+    lines |= {f"out_{name}": output[f"out_{name}"] * output["out_error"] for name in ("scale", "deadzone", "grid")}
+    lines["out_zeroed"] = output["out_zeroed"] * output["out_error"]
+    lines |= {name: tensor[name] for name in ("zero_frac", "saturated_frac")}
+    return {name: dense(operands, lines[name]) for name in SERIES}
+
+
+def whatif_columns(whatif: pd.DataFrame, operands: Operands) -> tuple[list[str], dict[str, npt.NDArray[np.float64]]]:
+    """Corrections, and per operand and correction, (n_operands, n_corrections), what is left of the error:
+
+    `error` and `on_deadzone` of the tensor's, `output` of the GEMM output's, each relative to the uncorrected
+    quantizer on the same steps; `zeroed` the fraction of values rounded to zero.
+    """
+    rows = whatif[(whatif["phase"].astype(str) == operands.phase).to_numpy()]
+    corrections = sorted({str(c) for c in rows["correction"].dropna().unique()}, key=names.natural_key)
+    shape = (len(operands.totals), len(corrections))
+    left = {name: np.full(shape, np.nan) for name in ("error", "output", "on_deadzone", "zeroed")}
+    if rows.empty:
+        return corrections, left
+    plain = {name: np.asarray(operands.totals[name], dtype=float) for name in ("sum_e2", "sum_dz2", "n")}
+    plain["out"] = np.asarray(operands.totals["out_e2"] / operands.totals["out_ref2"], dtype=float)
+    sums = ratios.totals(rows.astype({"module": str, "role": str, "correction": str}), ["module", "role", "correction"])
+    position = {
+        (operands.modules[int(m)], operands.roles[int(r)]): i
+        for i, (m, r) in enumerate(zip(operands.totals["module"], operands.totals["role"], strict=True))
+    }
+    at = {correction: c for c, correction in enumerate(corrections)}
+    for row in sums.to_dict("records"):
+        i, c = position.get((row["module"], row["role"])), at[row["correction"]]
+        if i is None or not row["n"] > 0:
+            continue
+        # Per element: what-ifs may have been tried on fewer steps than the decomposition.
+        per = plain["n"][i] / row["n"]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            left["error"][i, c] = np.divide(row["sum_e2"] * per, plain["sum_e2"][i])
+            left["on_deadzone"][i, c] = np.divide(row["sum_e2_on_d"] * per, plain["sum_dz2"][i])
+            left["output"][i, c] = np.divide(row["out_e2"], row["out_ref2"]) / plain["out"][i]
+        left["zeroed"][i, c] = row["n_zeroed"] / row["n"]
+    return corrections, left
+
+
+def page_data(operands: Operands, whatif: pd.DataFrame) -> dict[str, Any]:
+    """Everything page.js needs to explore operands. The operand selected first is the worst of the forward."""
+    frame = columns(operands)
+    corrections, left = whatif_columns(whatif, operands)
+    blocks = operands.delta.sum(axis=1, keepdims=True)
+    delta = operands.delta / np.where(blocks > 0, blocks, 1)
+    packed = {name: packing.pack(np.asarray(frame[name])) for name in OPERAND_COLUMNS}
+    return {
+        "modules": {
+            "names": operands.modules,
+            "labels": [names.label_of(name) for name in operands.modules],
+            "blocks": [names.block_of(name) for name in operands.modules],
+            "slugs": names.slugs(operands.modules),
+        },
+        "roles": [{"key": role, "label": names.ROLE_LABELS[role]} for role in operands.roles],
+        "operands": {
+            "module": [int(m) for m in operands.totals["module"]],
+            "role": [int(r) for r in operands.totals["role"]],
+            "columns": {**packed, "delta": packing.pack(delta)},
+        },
+        "series": {
+            "steps": packing.pack(operands.steps),
+            "columns": {name: packing.pack(lines) for name, lines in series(operands).items()},
+        },
+        "whatif": {
+            "corrections": corrections,
+            "columns": {name: packing.pack(values) for name, values in left.items()},
+        },
+        "measures": MEASURES,
+        "selected": _first_selected(operands, frame),
+    }
+
+
+def _first_selected(operands: Operands, frame: pd.DataFrame) -> dict[str, int]:
+    if frame.empty:
+        return {"module": -1, "role": -1}
+    forward = np.isin(
+        np.asarray(operands.totals["role"]), [i for i, r in enumerate(operands.roles) if r.endswith("_fwd")]
+    )
+    error = np.nan_to_num(np.asarray(frame["out_error"], dtype=float), nan=-1.0)
+    worst = int(np.argmax(np.where(forward, error, error - 1e9)))
+    return {"module": int(operands.totals["module"].iloc[worst]), "role": int(operands.totals["role"].iloc[worst])}

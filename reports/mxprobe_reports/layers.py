@@ -1,0 +1,111 @@
+"""The selected layer and the table of all layers; page.js fills both."""
+
+from .explorer import OPERAND_COLUMNS
+from .markup import Html, basis, card, chart, tag
+from .names import ROLE_LABELS
+from .operands import Operands
+
+_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("module", "module"),
+    ("role", "operand"),
+    ("out_error", "output error"),
+    ("out_zeroed", "on zeroed"),
+    ("nmse", "operand error"),
+    ("sqnr_db", "SQNR"),
+    ("scale", "scale"),
+    ("deadzone", "deadzone"),
+    ("grid", "grid"),
+    ("zero_frac", "zeroed"),
+    ("saturated_frac", "clipped"),
+)
+
+
+def selected(operands: Operands) -> Html:
+    """The panel that follows the selection; the empty page has none."""
+    if not len(operands.totals):
+        return Html("")
+    options = [tag("option", name, value=i) for i, name in enumerate(operands.modules)]
+    choose = tag("select", *options, id="layer-select", aria_label="Layer")
+    steps = [
+        tag("button", "‹ previous", type="button", class_="plain", id="layer-previous"),
+        tag("button", "next ›", type="button", class_="plain", id="layer-next"),
+    ]
+    radios = [
+        tag("label", Html(f'<input type="radio" name="operand" id="operand-{role}">'), ROLE_LABELS[role])
+        for role in operands.roles
+    ]
+    operand = tag("fieldset", tag("legend", "Operand", class_="sr"), *radios, class_="segments")
+    controls = tag("div", choose, *steps, operand, class_="controls", style="margin-top: 8px")
+    charts = tag("div", *[_figure(*figure) for figure in _FIGURES], class_="charts")
+    return card(
+        "Selected layer", controls, tag("dl", id="keys", class_="keys", aria_live="polite"), charts, _whatifs(), _resampled(operands),
+        id="layer", kind=basis("measured"), class_="long",
+    )  # fmt: skip
+
+
+_FIGURES: tuple[tuple[str, str, str], ...] = (
+    ("output", "Output error of its GEMM over steps", "relative to ‖output‖²; the parts add to the total"),
+    ("operand", "Error of the operand over steps", "relative to ‖x‖²; the parts add to the total"),
+    ("zeros", "Values lost to zero or clipped", "share of non-zero values"),
+    ("delta", "How far scales are from ideal", "share of blocks"),
+)
+
+
+def _figure(name: str, title: str, detail: str) -> Html:
+    caption = tag("figcaption", title, tag("span", detail, class_="basis-free note"))
+    return tag("figure", caption, chart(name, f"{title}, {detail}"))
+
+
+def _whatifs() -> Html:
+    head = ["correction", "output error left", "operand error left", "left on the deadzone", "zeroed values"]
+    cells = [tag("th", text, scope="col", class_="num" if i else None) for i, text in enumerate(head)]
+    content = tag("table", tag("thead", tag("tr", *cells)), tag("tbody", id="whatifs"))
+    title = tag(
+        "h3",
+        "What-ifs on this operand, relative to the uncorrected quantizer ",
+        basis("measured"),
+        style="margin-top: 10px",
+    )
+    return title + tag("div", content, class_="scroll")
+
+
+def _resampled(operands: Operands) -> Html:
+    if not operands.is_downsampled:
+        return Html("")
+    text = (
+        f"For display, {operands.n_probed_steps} probed steps are added up into {len(operands.steps)} bins, each drawn at "
+        "its first step; tables above the charts use every step. The trace holds them all."
+    )
+    return tag("p", text, class_="note", style="margin-top: 8px")
+
+
+def all_layers(operands: Operands) -> Html:
+    if not len(operands.totals):
+        return Html("")
+    assert {key for key, _ in _COLUMNS[2:]} <= set(OPERAND_COLUMNS)
+    search = '<input type="search" id="layer-filter" placeholder="Filter by name" aria-label="Filter layers by name">'
+    options = [tag("option", "all operands", value="")]
+    options += [tag("option", ROLE_LABELS[role], value=role) for role in operands.roles]
+    controls = tag(
+        "div",
+        Html(search),
+        tag("select", *options, id="operand-filter", aria_label="Show only this operand"),
+        tag("span", id="layers-count", class_="note", aria_live="polite"),
+        class_="controls",
+    )
+    head = [
+        tag("th", tag("button", text, type="button"), scope="col", data_key=key, class_="num" if i > 1 else None)
+        for i, (key, text) in enumerate(_COLUMNS)
+    ]
+    content = tag("table", tag("thead", tag("tr", *head)), tag("tbody", id="layers"), id="layers-table")
+    more = tag("button", "Show all", type="button", class_="plain", id="layers-more", hidden="hidden")
+    note = tag(
+        "p",
+        "Scale, deadzone and grid are the remainder split of the operand's error and add to 100 %; a negative scale share "
+        "means no scale problem.",
+        class_="note",
+    )
+    return card(
+        "All layers", tag("div", content, class_="scroll"), more, note,
+        id="layers-card", controls=controls, kind=basis("measured"), class_="long",
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Where the page comes from: trace, process, versions, configuration, command line."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from mxprobe._version import __version__
+
+from .inputs import Inputs
+from .markup import Html, card, duration_text, pairs, tag
+
+
+def section(inputs: Inputs, command_line: str) -> Html:
+    run = inputs.run
+    entries: list[tuple[object, object]] = [("trace", inputs.name), ("report made by", f"mxprobe {__version__}")]
+    if command_line:
+        entries.append(("command", tag("code", command_line)))
+    entries += _run_entries(run)
+    return card("Versions and command line", pairs(entries), id="versions")
+
+
+def _run_entries(run: Mapping[str, Any]) -> list[tuple[object, object]]:
+    entries: list[tuple[object, object]] = []
+    target: Any = run.get("target")
+    if isinstance(target, Mapping):
+        entries += [(f"target {key}", _text(value)) for key, value in target.items() if value not in (None, "")]
+    for key, label in _PLAIN.items():
+        if run.get(key) not in (None, ""):
+            entries.append((label, _text(run[key])))
+    for key, label in _TIMES.items():
+        if isinstance(run.get(key), int):
+            entries.append((label, f"{datetime.fromtimestamp(run[key] / 1e9, tz=UTC):%Y-%m-%d %H:%M:%S} UTC"))
+    ended: Any = run.get("ended")
+    if isinstance(ended, Mapping) and ended.get("reason"):
+        entries.append(("ended because", _text(ended["reason"])))
+    for key in ("attach_latency_ms", "pause_ms"):
+        value = run.get(key)
+        if isinstance(value, (int, float)):
+            entries.append((_MILLISECONDS[key], duration_text(value / 1000)))
+    config: Any = run.get("config")
+    if isinstance(config, Mapping):
+        entries += [(f"probe {key}", _text(value)) for key, value in config.items()]
+    return entries
+
+
+_PLAIN = {
+    "mxprobe": "trace written by mxprobe",
+    "schema_version": "trace schema",
+    "command_line": "attached by",
+    "mechanism": "attached through",
+    "role": "role of the process",
+}
+_TIMES = {"started_ns": "started", "created_ns": "trace created", "closed_ns": "trace closed"}
+_MILLISECONDS = {"attach_latency_ms": "attach took", "pause_ms": "target paused for"}
+
+
+def _text(value: Any) -> Html:
+    if isinstance(value, (list, tuple)):
+        return tag("code", " ".join(str(part) for part in value))
+    return tag("code", value)
+
+
+def headline(inputs: Inputs) -> list[str]:
+    """Short facts for the bar at the top: which steps, what ran."""
+    columns = [frame["step"].dropna() for frame in (inputs.overhead, inputs.signals, inputs.tensors)]
+    seen = [int(bound) for column in columns if len(column) for bound in (column.min(), column.max())]
+    facts = [f"steps {min(seen)} to {max(seen)}"] if seen else ["no steps"]
+    target: Any = inputs.run.get("target")
+    if isinstance(target, Mapping) and target.get("cmdline"):
+        words: Any = target["cmdline"]
+        facts.append(" ".join(map(str, words)) if isinstance(words, (list, tuple)) else str(words))
+    return facts

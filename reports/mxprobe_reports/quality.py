@@ -1,0 +1,100 @@
+"""What a reader must know before trusting the numbers: problems, losses, identity, sampling."""
+
+import numpy as np
+import pandas as pd
+
+from .inputs import Inputs
+from .markup import Html, card, join, number, pairs, percent, table, tag
+from .operands import Operands
+
+FEW_CLUSTERS = 64
+"""Sampling units below which an operand's numbers are noisy."""
+MAX_EVENTS = 60
+
+
+def problems(inputs: Inputs, operands: Operands) -> list[str]:
+    """Sentences, the gravest first; empty when nothing is wrong."""
+    found = list(inputs.problems)
+    if inputs.tensors.empty:
+        found.append("No operand was measured: the tensors table is empty.")
+    if inputs.signals.empty:
+        found.append("No training metric was captured.")
+    if operands.n_probed_steps == 1:
+        found.append("Only one step was probed: nothing can be said about change over time.")
+    if operands.n_bad_rows:
+        found.append(f"{operands.n_bad_rows} operand rows hold a sum that is missing or not finite; they are left out.")
+    if operands.n_identity_violations:
+        found.append(
+            f"{operands.n_identity_violations} operand rows violate the identity of the components by more than 1e-5."
+        )
+    found += _losses(inputs.overhead)
+    found += _non_finite(operands)
+    phases = {str(phase) for phase in inputs.tensors["phase"].dropna().unique()} - {operands.phase}
+    if phases:
+        found.append(f"Operand statistics of phase {', '.join(sorted(phases))} are in the trace but not on this page.")
+    return found
+
+
+def section(inputs: Inputs, operands: Operands) -> Html:
+    sentences = problems(inputs, operands)
+    listed = join([tag("p", text, class_="problem") for text in sentences]) or tag(
+        "p", "No problem was found.", class_="note"
+    )
+    return tag(
+        "div",
+        card("Data quality", listed, _sampling(operands)),
+        card("Events", _events(inputs.events)),
+        class_="row two",
+        id="quality",
+    )
+
+
+def _losses(overhead: pd.DataFrame) -> list[str]:
+    if overhead.empty:
+        return []
+    dropped, errors = (pd.to_numeric(overhead[name]).max() for name in ("n_dropped", "n_errors"))
+    found: list[str] = []
+    if dropped > 0:
+        found.append(f"{dropped:.0f} rows were dropped because the queue was full.")
+    if errors > 0:
+        found.append(f"{errors:.0f} exceptions were swallowed in the training process; the events say which.")
+    return found
+
+
+def _non_finite(operands: Operands) -> list[str]:
+    counts = operands.totals["n_nonfinite"].to_numpy(dtype=float)
+    hit = np.flatnonzero(counts > 0)
+    if not hit.size:
+        return []
+    first = operands.modules[int(operands.totals["module"].iloc[hit[0]])]
+    return [
+        f"{counts.sum():.0f} values were not finite, in {len(hit)} operands, the first in {first}; their blocks are left out."
+    ]
+
+
+def _sampling(operands: Operands) -> Html:
+    totals = operands.totals
+    if totals.empty:
+        return Html("")
+    few = int((totals["n_clusters"] < FEW_CLUSTERS).sum())
+    entries: list[tuple[object, object]] = [
+        ("probed steps", f"{operands.n_probed_steps}"),
+        ("rows measured of those there were", f"{percent(float(totals['sampled_frac'].min()))} at least, {percent(float(totals['sampled_frac'].median()))} in the median"),
+        ("sampling units per step", f"{number(float(totals['n_clusters'].min()))} at least; below {FEW_CLUSTERS} in {few} of {len(totals)} operands"),
+        ("rows that violate the identity", str(operands.n_identity_violations)),
+        ("quantizer in the statistics", ", ".join(sorted({f"{f} {r}" for f, r in zip(totals["format"], totals["rule"], strict=True)}))),
+    ]  # fmt: skip
+    return pairs(entries)
+
+
+def _events(events: pd.DataFrame) -> Html:
+    if events.empty:
+        return tag("p", "No event was recorded.", class_="note")
+    ordered = events.sort_values("time_ns")
+    rows = [
+        [f"{row['step']:.0f}" if pd.notna(row["step"]) else "–", row["kind"], row["detail"] or ""]
+        for row in ordered.head(MAX_EVENTS).to_dict("records")
+    ]
+    more = len(ordered) - len(rows)
+    note = tag("p", f"{more} more are in the events table of the trace.", class_="note") if more > 0 else ""
+    return table(["step", "event", "detail"], rows, numeric=(0,)) + note

@@ -1,0 +1,86 @@
+"""Does each layer do what its inputs and weights say it should, in training and in generation?"""
+
+import math
+import statistics
+from typing import Any
+
+import pandas as pd
+
+from mxprobe.attribution import Thresholds, ratios
+from mxprobe.schema import Phase
+
+from .markup import Html, basis, card, chart, join, percent, tag
+
+_LABELS = {Phase.TRAIN.value: "training", Phase.ROLLOUT.value: "rollout", Phase.EVAL.value: "evaluation"}
+
+
+def page_data(outputs: pd.DataFrame, modules: list[str]) -> list[dict[str, Any]]:
+    """Per phase, in model order: module positions, realised and predicted relative errors, the last recipes."""
+    position = {name: i for i, name in enumerate(modules)}
+    rows = outputs.assign(module=outputs["module"].astype(str), phase=outputs["phase"].astype(str))
+    compared = ratios.realised_ratios(rows, ["phase", "module"])
+    last = rows.sort_values("step").groupby(["phase", "module"])[["recipe_x", "recipe_w"]].last()
+    exact = rows.groupby(["phase", "module"])["exact"].min()
+    data: list[dict[str, Any]] = []
+    for phase, label in _LABELS.items():
+        part = compared[compared["phase"] == phase]
+        part = part.assign(at=part["module"].map(position)).sort_values("at")
+        if part.empty:
+            continue
+        keys = [(phase, name) for name in part["module"]]
+        data.append(
+            {
+                "phase": phase,
+                "label": label,
+                "module": [int(i) for i in part["at"]],
+                "realised": [_finite(v) for v in part["realised"]],
+                "predicted": [_finite(v) for v in part["predicted"]],
+                "recipe_x": [str(last.loc[key, "recipe_x"]) for key in keys],
+                "recipe_w": [str(last.loc[key, "recipe_w"]) for key in keys],
+                "exact": [bool(exact.loc[key]) for key in keys],
+            }
+        )
+    return data
+
+
+def section(data: list[dict[str, Any]], thresholds: Thresholds) -> Html:
+    if not data:
+        why = "No layer output was compared with its inputs in this trace."
+        return card("Realised against predicted", tag("p", why, class_="empty"), id="realised")
+    summary = tag("ul", *[tag("li", _sentence(phase, thresholds)) for phase in data], class_="prose")
+    note = tag(
+        "p",
+        "Filled: the error the layer made, ‖y − xWᵀ‖² / ‖xWᵀ‖², with the trainer's current W. Open: the same with the inferred "
+        "recipe on x and W. A dot in its ring does what the recipe does; above it: stale or wrong weights, another rule or "
+        "format, a kernel fault; at the bottom: not quantized.",
+        class_="note",
+    )
+    figure = chart("realised", "Realised and predicted output error of every layer, by phase", size="wide")
+    kind = join([basis("measured"), " ", basis("predicted", "open marks")])
+    return card("Realised against predicted", summary, figure, note, id="realised", kind=kind)
+
+
+def _sentence(phase: dict[str, Any], thresholds: Thresholds) -> str:
+    n = len(phase["module"])
+    realised = [v for v in phase["realised"] if v is not None]
+    quantized = [
+        (r, p)
+        for r, p in zip(phase["realised"], phase["predicted"], strict=True)
+        if (r or 0) > thresholds.quantized_error
+    ]
+    middle = percent(statistics.median(realised)) if realised else "–"
+    where = f"In {phase['label']}"
+    if not quantized:
+        return f"{where}, all {n} modules are in high precision: the largest realised error is {percent(max(realised, default=math.nan))}."
+    far = [1 for r, p in quantized if not p or abs(math.log2(r / p)) > thresholds.far_log2]
+    recipes = pd.Series([f"X {x}, W {w}" for x, w in zip(phase["recipe_x"], phase["recipe_w"], strict=True)])
+    common = recipes.value_counts()
+    return (
+        f"{where}, {len(quantized)} of {n} modules are quantized, median realised error {middle}; {sum(phase['exact'])} of {n} are "
+        f"reproduced exactly from the values, {len(far)} of {len(quantized)} quantized ones are far from predicted. Most common recipe: "
+        f"{common.index[0]} ({common.iloc[0]} of {n})."
+    )
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

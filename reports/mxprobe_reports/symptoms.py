@@ -1,0 +1,165 @@
+"""What the run shows: reward, entropy, mismatch and gradient norm over steps, with what happened marked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from mxprobe.schema import Phase
+
+from . import packing
+from .inputs import Inputs
+from .markup import Html, basis, chart, join, number, percent, table, tag
+
+RECENT = 0.1
+"""The value shown is the mean of this last part of the run."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One line. `steps` int64 and `values` float64, one value per step, at most 2,000 of them."""
+
+    id: str
+    title: str
+    kind: str
+    detail: str
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+    from_zero: bool
+    missing: str
+    is_share: bool = False
+
+    @property
+    def recent(self) -> float:
+        """Mean of the finite values in the last tenth of the steps."""
+        finite = self.values[np.isfinite(self.values)]
+        tail = finite[-max(1, round(RECENT * len(finite))) :]
+        return float(tail.mean()) if len(tail) else float("nan")
+
+    @property
+    def first(self) -> float:
+        finite = self.values[np.isfinite(self.values)]
+        head = finite[: max(1, round(RECENT * len(finite)))]
+        return float(head.mean()) if len(head) else float("nan")
+
+
+HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
+    # id, canonical metrics in order of preference, title, axis from zero
+    ("reward", ("reward_mean",), "Reward", True),
+    ("entropy", ("entropy",), "Entropy", True),
+    ("grad-norm", ("grad_norm",), "Gradient norm", True),
+)
+
+
+def headline_signals(inputs: Inputs) -> list[Signal]:
+    """Reward, entropy, mismatch and gradient norm, in this order, empty where the trace has none."""
+    found = [_metric(inputs.signals, *spec) for spec in HEADLINE]
+    return [*found[:2], mismatch(inputs.outputs), found[2]]
+
+
+def _metric(signals: pd.DataFrame, id: str, metrics: Sequence[str], title: str, from_zero: bool) -> Signal:
+    names = signals["metric"].astype(str)
+    for metric in metrics:
+        rows = signals[(names == metric).to_numpy()]
+        if len(rows):
+            by_step = rows.groupby("step")["value"].mean().sort_index()
+            detail = f"logged as {rows['raw_key'].astype(str).iloc[-1]}"
+            return _signal(id, title, "measured", detail, by_step, from_zero, "")
+    return _signal(id, title, "measured", "", pd.Series(dtype=float), from_zero, "Not logged in this trace.")
+
+
+def mismatch(outputs: pd.DataFrame) -> Signal:
+    """Median over modules of |realised error in rollout - in training| per step; relative squared error."""
+    usable = outputs[(pd.to_numeric(outputs["ref2"]) > 0).to_numpy()]
+    realised = pd.to_numeric(usable["realised2"]) / pd.to_numeric(usable["ref2"])
+    frame = pd.DataFrame(
+        {
+            "step": usable["step"].to_numpy(),
+            "module": usable["module"].astype(str).to_numpy(),
+            "phase": usable["phase"].astype(str).to_numpy(),
+            "realised": realised.to_numpy(dtype=float),
+        }
+    )
+    wide = frame.groupby(["step", "module", "phase"])["realised"].mean().unstack("phase")
+    both = {Phase.TRAIN.value, Phase.ROLLOUT.value} <= set(wide.columns)
+    gap = (wide[Phase.ROLLOUT.value] - wide[Phase.TRAIN.value]).abs().dropna() if both else pd.Series(dtype=float)
+    by_step = gap.groupby(level=0).median() if len(gap) else pd.Series(dtype=float)
+    why = "Training and rollout were not both seen in this trace."
+    return _signal("mismatch", "Mismatch", "measured", "|rollout − training|", by_step, True, why, is_share=True)
+
+
+def _signal(
+    id: str, title: str, kind: str, detail: str, by_step: Any, from_zero: bool, missing: str, *, is_share: bool = False
+) -> Signal:
+    n_steps = len(by_step)
+    bins = packing.bin_of(n_steps, min(n_steps, packing.MAX_POINTS))
+    values = by_step.to_numpy(dtype=float)
+    steps = by_step.index.to_numpy().astype(np.int64)
+    if n_steps > packing.MAX_POINTS:
+        values = pd.Series(values).groupby(bins).mean().to_numpy()
+        steps = pd.Series(steps).groupby(bins).first().to_numpy()
+        detail += f", {n_steps} steps shown as {len(values)} means"
+    if n_steps and not np.isfinite(values).any():
+        missing = "Every logged value is NaN or infinite."
+        steps, values = steps[:0], values[:0]
+    return Signal(id, title, kind, detail, steps, values, from_zero, missing, is_share)
+
+
+def page_data(signals: Sequence[Signal]) -> list[dict[str, Any]]:
+    """For page.js: only signals with values; `smooth` is a centred running mean over 1/20 of the steps."""
+    data: list[dict[str, Any]] = []
+    for signal in signals:
+        if not len(signal.steps):
+            continue
+        width = len(signal.values) // 20
+        smooth = pd.Series(signal.values).rolling(width, center=True, min_periods=1).mean() if width >= 3 else None
+        data.append(
+            {
+                "id": signal.id,
+                "title": signal.title,
+                "from_zero": signal.from_zero,
+                "is_share": signal.is_share,
+                "steps": packing.pack(signal.steps),
+                "values": packing.pack(signal.values),
+                "smooth": None if smooth is None else packing.pack(smooth),
+            }
+        )
+    return data
+
+
+def section(signals: Sequence[Signal]) -> Html:
+    return tag("div", *[_card(signal) for signal in signals], class_="row four", id="signals")
+
+
+def _card(signal: Signal) -> Html:
+    show = percent if signal.is_share else number
+    header = tag("header", tag("h2", signal.title), basis(signal.kind, signal.detail))
+    if not len(signal.steps):
+        body = tag("p", signal.missing, class_="empty")
+    else:
+        moved = f"from {show(signal.first)}" if len(signal.values) > 1 else "one step only"
+        label = f"{signal.title} over {len(signal.values)} steps, lately {show(signal.recent)}, {moved}"
+        value = tag("p", show(signal.recent), tag("small", moved), class_="value")
+        body = join([value, chart(f"signal-{signal.id}", label, size="short")])
+    return tag("section", header, body, class_="card signal")
+
+
+def all_signals(inputs: Inputs) -> Html:
+    """Every logged key with its canonical name; the raw series are one `mxprobe.open_trace` away."""
+    frame = inputs.signals
+    if frame.empty:
+        return tag(
+            "p", "The trace holds no metrics: none of the known loggers was called while attached.", class_="note"
+        )
+    rows: list[list[object]] = []
+    for key, group in frame.groupby(frame["raw_key"].astype(str), sort=True):
+        value = group["value"].to_numpy(dtype=float)
+        finite = value[np.isfinite(value)]
+        last = group.iloc[-1]
+        name = str(last["metric"]) if pd.notna(last["metric"]) else ""
+        spread = [finite[-1], finite.min(), finite.max()] if len(finite) else [float("nan")] * 3
+        rows.append([name or "not mapped", str(key), str(last["source"]), len(value), *map(number, spread)])
+    return table(["metric", "logged as", "by", "values", "last", "least", "largest"], rows, numeric=range(3, 7))

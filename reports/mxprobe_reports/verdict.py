@@ -1,0 +1,103 @@
+"""The top of the page: what is wrong, how sure that is, what to switch on, and what would change the answer."""
+
+import math
+
+from mxprobe.attribution import CorrectionScore, Evidence, Recommendation
+from mxprobe.schema import Component
+
+from .markup import Html, basis, join, number, percent, table, tag
+
+_ACCENT = {
+    Component.SCALE: "var(--scale)",
+    Component.DEADZONE: "var(--deadzone)",
+    Component.GRID: "var(--grid)",
+    Component.SATURATION: "var(--saturation)",
+}
+
+
+def section(recommendation: Recommendation) -> Html:
+    accent = _ACCENT.get(recommendation.component)
+    words = tag("p", "Verdict: ", tag("b", recommendation.plain_words), class_="plain")
+    sentence = tag("h1", recommendation.headline)
+    change = (
+        tag("p", tag("b", "What would change this. "), recommendation.what_would_change, class_="change")
+        if recommendation.what_would_change
+        else ""
+    )
+    left = tag("div", words, sentence, change)
+    body = tag("div", left, _facts(recommendation), class_="body")
+    drawers = tag(
+        "div", _snippet(recommendation), _evidence(recommendation), _caveats(recommendation), class_="drawers"
+    )
+    style = f"--accent: {accent}" if accent else None
+    return tag("section", body, drawers, class_="card verdict", id="verdict", style=style)
+
+
+def favourite(recommendation: Recommendation) -> CorrectionScore | None:
+    """The score of the first chosen correction."""
+    if not recommendation.chosen:
+        return None
+    return next((c for c in recommendation.corrections if c.correction == recommendation.chosen[0]), None)
+
+
+def _facts(recommendation: Recommendation) -> Html:
+    agreement = recommendation.agreement
+    facts: list[tuple[str, str, str]] = []
+    best = favourite(recommendation)
+    if best is not None:
+        interval = f"95 % interval {number(best.gain_low)} to {number(best.gain_high)}"
+        facts.append((f"Gain of {best.correction}, measured", number(best.gain), interval))
+        facts.append(
+            ("Cost, estimated", f"{number(best.cost_gemm)} GEMM", f"{number(best.bits_per_element)} bits per element")
+        )
+    value = "–" if agreement.value is None else f"{agreement.value:.2f}"
+    steps = f"{agreement.n} probed step{'' if agreement.n == 1 else 's'}"
+    facts.append(("Resample agreement", value, steps))
+    coverage = recommendation.coverage
+    seen = "–" if coverage.flops_frac is None else percent(coverage.flops_frac)
+    facts.append(("GEMM work seen", seen, f"{coverage.n_probed} of {coverage.n_modules} modules"))
+    return tag(
+        "dl",
+        *[tag("div", tag("dt", name), tag("dd", value, tag("small", small))) for name, value, small in facts],
+        class_="facts",
+    )
+
+
+def _snippet(recommendation: Recommendation) -> Html:
+    snippet = recommendation.snippet
+    if snippet is None:
+        return Html("")
+    copy = tag("button", "Copy", type="button", data_copy="snippet")
+    code = tag("div", tag("pre", tag("code", snippet.text), id="snippet", tabindex="0"), copy, class_="code")
+    return tag("details", tag("summary", f"Snippet for {snippet.framework}"), code)
+
+
+def _evidence(recommendation: Recommendation) -> Html:
+    if not recommendation.evidence:
+        return Html("")
+    rows = [_row(evidence) for evidence in recommendation.evidence]
+    content = table(["", "evidence", "value", "threshold", "basis"], rows, numeric=(2, 3))
+    return tag("details", tag("summary", f"Evidence ({len(rows)})"), content)
+
+
+def _row(evidence: Evidence) -> list[object]:
+    speaks = {True: "✓", False: "✗", None: ""}[evidence.holds]
+    label = {True: "holds", False: "does not hold", None: ""}[evidence.holds]
+    mark = tag("span", speaks, title=label, aria_label=label) if speaks else ""
+    numbers = ["" if v is None else number(v) for v in (evidence.value, evidence.threshold)]
+    kind = basis(str(evidence.certainty).split()[0])
+    return [mark, evidence.text, *numbers, kind]
+
+
+def _caveats(recommendation: Recommendation) -> Html:
+    if not recommendation.caveats:
+        return Html("")
+    items = join([tag("li", caveat) for caveat in recommendation.caveats])
+    return tag("details", tag("summary", f"Caveats ({len(recommendation.caveats)})"), tag("ul", items, class_="prose"))
+
+
+def gain_text(score: CorrectionScore) -> str:
+    """`0.71 [0.64, 0.77]`; the interval is left out where there is none."""
+    if not (math.isfinite(score.gain_low) and math.isfinite(score.gain_high)):
+        return number(score.gain)
+    return f"{number(score.gain)} [{number(score.gain_low)}, {number(score.gain_high)}]"
