@@ -173,6 +173,7 @@ TABLES: Dict[str, Columns] = {
         ("probed", "bool"),
         ("step_ns", "int64"),  # since the previous optimizer step, probe included
         ("probe_ns", "int64"),  # spent in our hooks in this step
+        ("measure_ns", "int64"),  # spent measuring in a thread of ours since the previous row
         ("n_dropped", "int64"),  # rows given up since attach (queue full)
         ("n_errors", "int64"),  # exceptions swallowed since attach
         ("sent_bytes", "int64"),

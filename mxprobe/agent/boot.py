@@ -1,0 +1,190 @@
+"""The agent's thread: says hello to the controller, keeps the session, and is the last to leave."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import selectors
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from mxprobe import protocol
+from mxprobe._version import __version__
+
+HANDSHAKE_TIMEOUT_S = 30.0
+TORCH_WAIT_S = 3.0
+"""A process that is still importing torch is given so long."""
+DETACH_TIMEOUT_S = 5.0
+"""Without a step boundary for so long after `detach`, the hooks come out in our own thread."""
+DRAIN_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 2.0
+"""The user's process may be held up by so much when it ends while we are attached."""
+_POLL_S = 0.1
+
+
+def start(socket_path: str, token: str) -> None:
+    """Serve one attach, then leave nothing behind. Blocks until detached; call in a thread of its own.
+
+    Never raises: where the controller cannot be reached there is nobody to tell.
+    """
+    try:
+        _Agent(socket_path, token).run()
+    except Exception:
+        pass  # the user's process is no place for our traceback; the controller sees the connection end
+    finally:
+        package = sys.modules.get("mxprobe")
+        unload = vars(package).get("_unload") if package is not None else None
+        if unload is not None:
+            unload()
+
+
+class _Agent:
+    def __init__(self, socket_path: str, token: str) -> None:
+        self._socket_path = socket_path
+        self._token = token
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._exiting = False
+        self._finished = threading.Event()
+        self._last_ping = time.monotonic()
+        self._lost = ""
+
+    def run(self) -> None:
+        sock = self._sock
+        try:
+            sock.settimeout(HANDSHAKE_TIMEOUT_S)
+            sock.connect(self._socket_path)
+            protocol.send_frame(sock, _hello(self._token))
+            frame = protocol.recv_frame(sock)
+            if frame is None or frame["verb"] != "attach":
+                return
+            config = protocol.AgentConfig.from_json(frame["config"])
+            if not _wait_for_torch():
+                failed = {"verb": "failed", "reason": "no_torch", "detail": "torch is not among the imported modules"}
+                protocol.send_frame(sock, failed)
+                return
+            sock.settimeout(None)
+            self._serve(config)
+        finally:
+            self._finished.set()
+            atexit.unregister(self._at_exit)
+            sock.close()
+
+    def _serve(self, config: protocol.AgentConfig) -> None:
+        from mxprobe.agent.session import Session
+        from mxprobe.agent.transport import Transport
+
+        transport = Transport(self._sock)
+        session = Session(config, transport)
+        atexit.register(self._at_exit)
+        try:
+            self._watch(config, session, transport)
+        finally:
+            session.abandon(session.reason or self._lost or "failed")
+            self._leave(session, transport)
+
+    def _watch(self, config: protocol.AgentConfig, session: Any, transport: Any) -> None:
+        """Answer the controller until the session is gone."""
+        started = self._last_ping = time.monotonic()
+        asked: float | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_READ)
+            while not session.gone.is_set():
+                if selector.select(_POLL_S):
+                    self._receive(session, transport)
+                now = time.monotonic()
+                if self._exiting:
+                    self._lost = "exit"
+                elif now - self._last_ping > config.lease_s:
+                    self._lost = "lease_expired"
+                elif transport.broken:
+                    self._lost = "controller_gone"
+                if self._lost:
+                    session.abandon(self._lost)
+                elif session.state.value == "observing" and now - started > config.step_timeout_s:
+                    failure = session.settle_without_step()
+                    started = now
+                    if failure is not None:
+                        transport.control({"verb": "failed", **failure})
+                elif session.state.value == "serving" and now - started > config.step_timeout_s:
+                    detail = "forward passes without gradient were seen, then no more"
+                    session.abandon("no_step")
+                    transport.control({"verb": "failed", "reason": "no_step", "detail": detail})
+                if session.detach_asked:
+                    asked = now if asked is None else asked
+                    if now - asked > DETACH_TIMEOUT_S:
+                        session.abandon(session.detach_asked)
+
+    def _receive(self, session: Any, transport: Any) -> None:
+        try:
+            frame = protocol.recv_frame(self._sock)
+        except (OSError, protocol.ProtocolError):
+            frame = None
+        if frame is None:
+            self._lost = "controller_gone"
+            return
+        verb = frame["verb"]
+        self._last_ping = time.monotonic()
+        if verb == "ack":
+            transport.acknowledge(frame.get("seq", 0))
+        elif verb == "status":
+            transport.control({"verb": "status", **session.status()})
+        elif verb == "detach":
+            session.ask_detach("asked")
+
+    def _leave(self, session: Any, transport: Any) -> None:
+        """Finish measuring, send, say goodbye, end the threads."""
+        quick = self._exiting or transport.broken or bool(self._lost)
+        session.worker.drain(EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
+        session.worker.stop()
+        if not transport.broken and self._lost != "controller_gone":
+            self._await_acknowledgements(session, transport, EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
+            transport.control({"verb": "detached", "reason": session.reason, **session.status()})
+            transport.flush(1.0, acknowledged=False)
+        transport.close()
+
+    def _await_acknowledgements(self, session: Any, transport: Any, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_READ)
+            while transport.pending()[0] and not transport.broken and time.monotonic() < deadline:
+                if selector.select(_POLL_S):
+                    self._receive(session, transport)
+                if self._lost == "controller_gone":
+                    return
+
+    def _at_exit(self) -> None:
+        """The interpreter ends: let the agent's thread send what it has, for a bounded time."""
+        self._exiting = True
+        self._finished.wait(EXIT_TIMEOUT_S + 1.0)
+
+
+def _hello(token: str) -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    return {
+        "verb": "hello",
+        "token": token,
+        "pid": os.getpid(),
+        "protocol": protocol.PROTOCOL_VERSION,
+        "version": __version__,
+        "python": platform.python_version(),
+        "torch": str(vars(torch).get("__version__", "")) if torch is not None else None,
+        "argv": [str(a) for a in getattr(sys, "argv", [])],
+        "rank": os.environ.get("RANK", "0"),
+    }
+
+
+def _wait_for_torch() -> bool:
+    """True once torch is imported as far as its optimizers; it is never imported for us."""
+    deadline = time.monotonic() + TORCH_WAIT_S
+    while True:
+        torch = sys.modules.get("torch")
+        spec = vars(torch).get("__spec__") if torch is not None else None
+        if torch is not None and not getattr(spec, "_initializing", False):
+            return True
+        if time.monotonic() > deadline and torch is None:
+            return False
+        time.sleep(0.05)

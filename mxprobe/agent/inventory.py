@@ -1,0 +1,148 @@
+"""Which modules hold weights that a GEMM reads, which of them are probed, and why the others are not.
+
+Rows of table `modules`. FLOPs are forward and per training step, 2 * rows * parameters; modules that no hook
+sees are estimated from the median rows of those that are seen, and the reason says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from statistics import median
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from mxprobe.agent.hooks import ModuleProbe
+from mxprobe.agent.roots import named_modules
+
+PROBED, NOT_SELECTED, NOT_CALLED, NOT_LINEAR = "probed", "not_selected", "not_called", "not_linear"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module that owns a matrix."""
+
+    name: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    """Of its largest parameter of two or more dimensions."""
+    dtype: str
+    n_parameters: int
+    """Of all its parameters of two or more dimensions: what its GEMMs read."""
+    selected: bool
+    """A Linear whose name matches a glob."""
+
+    @property
+    def is_linear(self) -> bool:
+        return isinstance(self.module, nn.Linear)
+
+
+def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
+    """Every Linear and every other module that directly owns a parameter of two or more dimensions, once."""
+    entries: list[Entry] = []
+    for name, module in named_modules(roots):
+        if isinstance(module, ParametrizationList):
+            continue  # belongs to the module it parametrizes
+        matrices = _matrices(module)
+        if not matrices and not isinstance(module, nn.Linear):
+            continue
+        largest = max(matrices, key=lambda p: p.numel()) if matrices else None
+        if isinstance(module, nn.Linear):
+            shape: tuple[int, ...] = (module.out_features, module.in_features)
+            n_parameters = module.out_features * module.in_features
+        else:
+            shape = tuple(largest.shape) if largest is not None else ()
+            n_parameters = sum(p.numel() for p in matrices)
+        entries.append(
+            Entry(
+                name=name,
+                module=module,
+                shape=shape,
+                dtype=str(largest.dtype).replace("torch.", "") if largest is not None else "",
+                n_parameters=n_parameters,
+                selected=isinstance(module, nn.Linear) and any(fnmatchcase(name, glob) for glob in globs),
+            )
+        )
+    return entries
+
+
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    own = list(module.parameters(recurse=False))
+    if is_parametrized(module):
+        own += list(module.parametrizations.parameters())  # pyright: ignore
+    return [p for p in own if p.dim() >= 2]
+
+
+def module_rows(entries: list[Entry], probes: dict[str, ModuleProbe]) -> list[dict[str, Any]]:
+    """Rows of table `modules`, with the calls counted so far."""
+    counted = [p.train_rows or p.rollout_rows for p in probes.values()]
+    typical = median([n for n in counted if n] or [0])
+    now = time.time_ns()
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        probe = probes.get(entry.name)
+        status, reason = _status(entry, probe)
+        n_train = probe.train_rows if probe is not None else 0
+        n_rollout = probe.rollout_rows if probe is not None else 0
+        flops = _flops_per_row(entry)
+        if status == PROBED:
+            flops *= n_train or n_rollout
+        elif flops:
+            flops *= typical
+            reason += "; its FLOPs are estimated from the median rows of the probed modules"
+        rows.append(
+            {
+                "time_ns": now,
+                "module": entry.name,
+                "class_name": type(entry.module).__name__,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "n_parameters": entry.n_parameters,
+                "status": status,
+                "reason": reason,
+                "train_rows": n_train,
+                "rollout_rows": n_rollout,
+                "gemm_flops": float(flops),
+            }
+        )
+    return rows
+
+
+def _flops_per_row(entry: Entry) -> float:
+    """A lookup multiplies nothing; of stacked experts one is counted, the least a token can be routed to."""
+    if isinstance(entry.module, (nn.Embedding, nn.EmbeddingBag)):
+        return 0.0
+    if len(entry.shape) > 2 and not entry.is_linear and not isinstance(entry.module, _CONVOLUTIONS):
+        return 2.0 * entry.n_parameters / entry.shape[0]
+    return 2.0 * entry.n_parameters
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
+    if not entry.is_linear:
+        return NOT_LINEAR, _why_not_linear(entry)
+    if probe is None:
+        return NOT_SELECTED, "its name matches none of the layer patterns"
+    if probe.last_probed < 0 or probe.train_rows:
+        return PROBED, ""
+    if probe.why_unread:
+        return NOT_CALLED, f"called, but not readable: {probe.why_unread}"
+    if not probe.trains and probe.rollout_rows:
+        return PROBED, ""
+    if probe.rollout_rows:
+        return NOT_CALLED, "called in generation, never in training: the loss reads its weight directly"
+    return NOT_CALLED, "never called: its weight is read directly (fused head), or this part of the model is unused"
+
+
+def _why_not_linear(entry: Entry) -> str:
+    if isinstance(entry.module, (nn.Embedding, nn.EmbeddingBag)):
+        return "a lookup: no GEMM"
+    if len(entry.shape) > 2:
+        return f"{entry.shape[0]} matrices held as one parameter of {len(entry.shape)} dimensions"
+    return f"{type(entry.module).__name__} holds a matrix and is no nn.Linear"

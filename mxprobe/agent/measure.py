@@ -1,0 +1,97 @@
+"""A snapshot -> rows of the tables `tensors`, `whatif`, `outputs` and `events`. Pure functions on tensors.
+
+| GEMM             | operands     | blocks along | A                | B            |
+|------------------|--------------|--------------|------------------|--------------|
+| forward Y = XW^T | x_fwd        | in-features  | X [R, K]         | W^T [K, O_s] |
+|                  | w_fwd        | in-features  | W [O_s, K]       | X^T [K, R]   |
+| dgrad dX = GW    | g_dgrad      | out-features | G [R, O]         | W [O, K_s]   |
+|                  | w_dgrad      | out-features | W^T [K_s, O]     | G^T [O, R]   |
+| wgrad dW = G^TX  | g_wgrad      | tokens       | G^T [O_s, R]     | X [R, K_s]   |
+|                  | x_wgrad      | tokens       | X^T [K_s, R]     | G [R, O_s]   |
+
+Rows are whole 32-token tiles, drawn at random where there are more than `max_rows`; padding tokens are not known
+here and are counted like any other. G is the gradient of the first micro batch of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Callable
+
+from mxprobe.agent.operands import (
+    IDENTITY_TOLERANCE,
+    Operand,
+    Row,
+    identity_error,
+    measure_corrections,
+    measure_operand,
+)
+from mxprobe.agent.recipes import Call, Recipe, infer_recipe
+from mxprobe.agent.sampling import take
+from mxprobe.agent.snapshot import Snapshot
+from mxprobe.protocol import AgentConfig
+from mxprobe.schema import Role
+
+TableRow = tuple[str, Row]
+
+
+def operands(snapshot: Snapshot) -> Iterator[Operand]:
+    """The operands that the snapshot holds, each with the matrix it meets."""
+    s, w = snapshot, snapshot.weight
+    rows = (s.sampled_frac, s.x.shape[0] if s.row_index is None else s.n_tiles)
+    yield Operand(Role.X_FWD, s.x, w.rows.T, *rows)
+    if s.with_weights:
+        yield Operand(Role.W_FWD, w.rows, s.x.T, w.out_frac, w.rows.shape[0])
+    if s.gradient is None:
+        return
+    g = s.gradient
+    yield Operand(Role.G_DGRAD, g, w.columns, *rows)
+    if s.with_weights:
+        yield Operand(Role.W_DGRAD, w.columns.T, g.T, w.in_frac, w.columns.shape[1])
+    g_s = g if w.out_index is None else take(g, w.out_index, dim=1)
+    x_s = s.x if w.in_index is None else take(s.x, w.in_index, dim=1)
+    yield Operand(Role.G_WGRAD, g_s.T, x_s, s.sampled_frac, s.n_tiles)
+    yield Operand(Role.X_WGRAD, x_s.T, g_s, s.sampled_frac, s.n_tiles)
+
+
+def measure_snapshot(
+    snapshot: Snapshot, config: AgentConfig, *, step: int, previous: Recipe | None, remember: Callable[[Recipe], Any]
+) -> Iterator[TableRow]:
+    """Yield (table, row) one operand at a time, so that a caller who must stop can.
+
+    `step` is the run's own number; `previous` the module's last recipe, `remember` gets the new one when exact.
+    """
+    when: Row = {
+        "step": step,
+        "micro_step": snapshot.micro_step,
+        "time_ns": snapshot.time_ns,
+        "module": snapshot.module,
+        "phase": snapshot.phase,
+    }
+    y = snapshot.y if snapshot.weight.bias is None else snapshot.y.double() - snapshot.weight.bias.double()
+    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y), previous)
+    if sums["exact"]:
+        remember(recipe)
+    sides = {"recipe_x": recipe[0], "recipe_w": recipe[1]}
+    sampled = {"sampled_frac": snapshot.sampled_frac, "n_rows": snapshot.x.shape[0]}
+    yield "outputs", {**when, **sides, **sampled, **sums}
+    if not snapshot.with_operands:
+        return
+    for operand in operands(snapshot):
+        measured = measure_operand(operand, format=config.format, rule=config.rule)
+        key: Row = {**when, "role": operand.role.value, "format": config.format, "rule": config.rule}
+        yield "tensors", {**key, **measured.row}
+        yield from _findings(key, measured.row)
+        for row in measure_corrections(measured, config.whatifs):
+            yield "whatif", {**key, **row}
+
+
+def _findings(key: Row, row: Row) -> Iterator[TableRow]:
+    where: dict[str, Any] = {"step": key["step"], "time_ns": key["time_ns"]}
+    place = f"{key['module']} {key['role']}"
+    if row["n_nonfinite"]:
+        detail = f"{place}: {row['n_nonfinite']} non-finite elements, {row['n_blocks_excluded']} blocks left out"
+        yield "events", {**where, "kind": "nonfinite", "detail": detail}
+    if identity_error(row) > IDENTITY_TOLERANCE:
+        detail = f"{place}: components differ from their total by {identity_error(row):.1e} of it"
+        yield "events", {**where, "kind": "identity", "detail": detail}

@@ -1,0 +1,144 @@
+"""One operand of one GEMM: the decomposition of its rounding error, and of the error it makes in the product.
+
+    A [M, C]  the operand, quantized in blocks along the contraction axis C
+    B [C, N]  the other operand, exact
+    error of the product, component by component: (e_scale + e_dz + e_grid) B
+
+Pure functions on tensors. Products are float64: TF32 and reduced-precision settings belong to the user, and do
+not reach float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import mxprobe_kernels
+from mxprobe.schema import OUTPUT_SUMS, Role
+from mxprobe_kernels.torch_backend import ErrorFields
+
+Row = dict[str, Any]
+
+IDENTITY_TOLERANCE = 1e-5
+"""Of sum_e2: how far the components of a row may be from their total."""
+
+
+class Operand(NamedTuple):
+    """A operand and what it is multiplied with, as matrices."""
+
+    role: Role
+    a: torch.Tensor
+    """[M, C]"""
+    b: torch.Tensor
+    """[C, N]"""
+    sampled_frac: float
+    n_clusters: int
+
+
+class Measured(NamedTuple):
+    """What `measure_operand` hands on to `measure_correction`."""
+
+    row: Row
+    fields: ErrorFields
+    b: torch.Tensor
+    """float64 [C, N], finite."""
+    out_ref2: float
+
+
+def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
+    """The sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B."""
+    fields = mxprobe_kernels.error_fields(operand.a, format=format, rule=rule, dim=-1)
+    b = operand.b.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    row: Row = {
+        **fields.decomposition().to_dict(),
+        **output_sums(fields, b),
+        "sampled_frac": operand.sampled_frac,
+        "n_clusters": operand.n_clusters,
+    }
+    return Measured(row, fields, b, row["out_ref2"])
+
+
+def output_sums(fields: ErrorFields, b: torch.Tensor) -> dict[str, float]:
+    """Squared norms and inner products of the error of A B by component; b float64 [C, N]."""
+    e = fields.e
+    parts = [fields.x, fields.e_scale, fields.e_dz, fields.e_grid, e * fields.zeroed]
+    if not fields.rule.covers_amax:
+        parts.append(e * fields.saturated)
+    products = [part.flatten() for part in (torch.cat(parts) @ b).chunk(len(parts))]
+    ref, scale, deadzone, grid, zeroed = products[:5]
+    total = scale + deadzone + grid
+    saturated = products[5] if len(products) > 5 else torch.zeros_like(ref)
+    pairs = (
+        (ref, ref),
+        (total, total),
+        (scale, scale),
+        (deadzone, deadzone),
+        (grid, grid),
+        (scale, deadzone),
+        (scale, grid),
+        (deadzone, grid),
+        (zeroed, zeroed),
+        (saturated, saturated),
+    )
+    return dict(zip(OUTPUT_SUMS, torch.stack([torch.dot(u, v) for u, v in pairs]).tolist()))
+
+
+def measure_corrections(measured: Measured, corrections: tuple[str, ...]) -> list[Row]:
+    """One row of table `whatif` for each correction: what A and A B would lose under it.
+
+    Elements of blocks with a NaN or an infinity are left out, as everywhere. NVFP4's tensor scale comes from the
+    sampled rows, the largest of which may be smaller than the tensor's.
+    """
+    fields, b = measured.fields, measured.b
+    x, rule = fields.x.float(), fields.rule
+    values: list[torch.Tensor] = []
+    for correction in corrections:
+        q = mxprobe_kernels.apply_correction(x, correction, rule=rule, dim=-1).double()
+        e = q - fields.x
+        out, out_zeroed = (torch.cat((e, e * fields.zeroed)) @ b).chunk(2)
+        values.append(
+            torch.stack(
+                (
+                    ((q == 0) & (fields.x != 0)).sum().double(),
+                    (e * e).sum(),
+                    (e * e * fields.on_d).sum(),
+                    (out * out).sum(),
+                    (out_zeroed * out_zeroed).sum(),
+                )
+            )
+        )
+    rows: list[Row] = []
+    for correction, numbers in zip(corrections, torch.stack(values).tolist() if values else []):
+        n_zeroed, sum_e2, sum_e2_on_d, out_e2, out_zeroed2 = numbers
+        rows.append(
+            {
+                "correction": correction,
+                "n": measured.row["n"],
+                "n_zeroed": int(n_zeroed),
+                "sum_e2": sum_e2,
+                "sum_e2_on_d": sum_e2_on_d,
+                "out_ref2": measured.out_ref2,
+                "out_e2": out_e2,
+                "out_zeroed2": out_zeroed2,
+                "sampled_frac": measured.row["sampled_frac"],
+                "n_clusters": measured.row["n_clusters"],
+            }
+        )
+    return rows
+
+
+def identity_error(row: Row) -> float:
+    """How far a row's components are from its totals, relative to them: the larger of tensor and product.
+
+    ||e||^2 = ||scale||^2 + ||dz||^2 + ||grid||^2 + 2 (<scale, grid> + <scale, dz>)       <dz, grid> = 0
+    and for the product, whose components all overlap, with 2 <dz, grid> as well.
+    """
+    tensor = row["sum_scale2"] + row["sum_dz2"] + row["sum_grid2"] + 2 * (row["sum_scale_grid"] + row["sum_scale_dz"])
+    out = row["out_scale2"] + row["out_dz2"] + row["out_grid2"]
+    out += 2 * (row["out_scale_dz"] + row["out_scale_grid"] + row["out_dz_grid"])
+    return max(_relative(tensor, row["sum_e2"]), _relative(out, row["out_e2"]))
+
+
+def _relative(parts: float, total: float) -> float:
+    return abs(parts - total) / total if total > 0 else abs(parts)

@@ -1,0 +1,115 @@
+"""What a layer really did: its output against the exact product, and the recipe that explains it.
+
+    ref = x W^T      realised = y - b - ref      predicted = Qx(x) Qw(W)^T - ref      residual = y - b - Qx(x) Qw(W)^T
+
+The recipe (Qx, Qw) is the pair that minimises the residual on a few rows and features; it is *exact* when the
+residual is below 1e-5 of the reference on all sampled rows, which a bfloat16 output still is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import mxprobe_kernels
+from mxprobe_kernels.formats import Rule
+
+NONE = "none"
+EXACT_FRAC = 1e-5
+_PROBE_ROWS = 16
+_PROBE_FEATURES = 64
+
+RULES: tuple[str, ...] = tuple(f"mxfp4+{rule}" for rule in Rule)
+"""`rceil` first: of rules that agree on the data at hand, the most common is named."""
+CORRECTED: tuple[str, ...] = ("mxfp4+of:0.5", "mxfp4+of:1.0", "mxfp4+mbs:128", "mxfp4+mbs:32", "nvfp4", "mxfp8")
+
+Recipe = tuple[str, str]
+"""How x and how W were quantized: `none`, `mxfp4+<rule or correction>` (on `rceil`), `nvfp4`, `mxfp8`."""
+
+
+class Call(NamedTuple):
+    """A Linear's call on sampled rows and output features."""
+
+    x: torch.Tensor
+    """[R, K]"""
+    w: torch.Tensor
+    """[O_s, K]"""
+    y: torch.Tensor
+    """[R, O_s], bias taken off."""
+
+
+def candidates(previous: Recipe | None) -> Iterator[Recipe]:
+    """Recipes to try, the likely first: the module's last one, untouched, MXFP4 by rule, corrected, one-sided."""
+    first: tuple[Recipe, ...] = ((NONE, NONE),) if previous is None else (previous, (NONE, NONE))
+    yield from first
+    for name in (*RULES, *CORRECTED):
+        for pair in ((name, name), (NONE, name), (name, NONE)):
+            if pair not in first:
+                yield pair
+
+
+def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe and the sums of one row of table `outputs`: ref2, realised2, predicted2, residual2, exact."""
+    x, w, y = call.x.double(), call.w.double(), call.y.double()
+    small = Call(x[:_PROBE_ROWS], w[:_PROBE_FEATURES], y[:_PROBE_ROWS, :_PROBE_FEATURES])
+    small_ref2 = _energy(small.x @ small.w.T)
+    ref = x @ w.T
+    ref2, realised2 = _energy(ref), _energy(y - ref)
+    quantized = _Quantized(call.x, call.w)
+    best: Recipe = (NONE, NONE)
+    best_residual2 = math.inf
+    for recipe in candidates(previous):
+        qx, qw = quantized.pair(recipe, _PROBE_ROWS, _PROBE_FEATURES)
+        residual2 = _energy(small.y - qx @ qw.T)
+        if residual2 <= EXACT_FRAC * small_ref2:
+            sums = _sums(recipe, quantized, y, ref)
+            if sums["residual2"] <= EXACT_FRAC * ref2:
+                return recipe, {"exact": True, "ref2": ref2, "realised2": realised2, **sums}
+        if residual2 < best_residual2:
+            best, best_residual2 = recipe, residual2
+    return best, {"exact": False, "ref2": ref2, "realised2": realised2, **_sums(best, quantized, y, ref)}
+
+
+def _sums(recipe: Recipe, quantized: _Quantized, y: torch.Tensor, ref: torch.Tensor) -> dict[str, float]:
+    qx, qw = quantized.pair(recipe, None, None)
+    product = qx @ qw.T
+    return {"predicted2": _energy(product - ref), "residual2": _energy(y - product)}
+
+
+class _Quantized:
+    """Quantized versions of x and W, each made once, of a few rows or of all."""
+
+    def __init__(self, x: torch.Tensor, w: torch.Tensor) -> None:
+        self._tensors = (x, w)
+        self._made: dict[tuple[int, str, int | None], torch.Tensor] = {}
+
+    def pair(self, recipe: Recipe, rows: int | None, features: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._get(0, recipe[0], rows), self._get(1, recipe[1], features)
+
+    def _get(self, side: int, name: str, limit: int | None) -> torch.Tensor:
+        key = (side, name, limit)
+        if key not in self._made:
+            whole = self._tensors[side]
+            # nvfp4 has a tensor scale, which is the whole tensor's.
+            value = quantize(whole, name)[:limit] if name == "nvfp4" else quantize(whole[:limit], name)
+            self._made[key] = value.double()
+        return self._made[key]
+
+
+def quantize(x: torch.Tensor, name: str) -> torch.Tensor:
+    """x under one side of a recipe, blocks along the last axis. ValueError for an unknown name."""
+    if name == NONE:
+        return x
+    format, _, how = name.partition("+")
+    if not how:
+        return mxprobe_kernels.apply_correction(x, format)
+    return mxprobe_kernels.apply_correction(x, f"rule:{how}" if how in tuple(Rule) else how)
+
+
+def _energy(x: torch.Tensor) -> float:
+    """||x||^2 over the finite elements."""
+    flat = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten()
+    return float(torch.dot(flat, flat))

@@ -1,0 +1,33 @@
+"""Rows into batches: columns by table, sent together. Used by one thread at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mxprobe.agent.transport import Transport
+from mxprobe.schema import TABLES
+
+MAX_ROWS = 2000
+"""Rows of one batch: a few megabytes of JSON, so that one batch is never a noticeable write."""
+
+
+class Recorder:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+
+    def add(self, table: str, row: dict[str, Any]) -> None:
+        """Keep a row until `flush`. KeyError at `flush` where a column of the schema is missing."""
+        self._rows.setdefault(table, []).append(row)
+
+    def flush(self) -> None:
+        """Send what is held, one batch per table (more where there are very many rows)."""
+        held, self._rows = self._rows, {}
+        for table, rows in held.items():
+            for start in range(0, len(rows), MAX_ROWS):
+                self._transport.batch(table, to_columns(table, rows[start : start + MAX_ROWS]))
+
+
+def to_columns(table: str, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Rows -> {column: values} in the order of the schema. KeyError where a row lacks a column."""
+    return {name: [row[name] for row in rows] for name, _ in TABLES[table]}

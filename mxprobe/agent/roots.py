@@ -1,0 +1,119 @@
+"""Finds the model by watching one optimizer step; no heap scan, and no attribute of a foreign object is probed.
+
+A root is a module whose forward was entered from outside any other module. The trained roots are those entered
+with gradient enabled whose parameters the stepping optimizer owns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+class RootWatch:
+    """Global forward hooks that note outermost modules. `close` takes them off, from any thread."""
+
+    def __init__(self) -> None:
+        self.on_enter: Callable[[nn.Module], None] | None = None
+        """Called with each outermost module as its forward begins, in the thread that runs it."""
+        self.with_grad: dict[int, nn.Module] = {}
+        self.without_grad: dict[int, nn.Module] = {}
+        self._local = threading.local()
+        self._handles: list[Any] = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        depth = getattr(self._local, "depth", 0)
+        self._local.depth = depth + 1
+        if depth == 0:
+            seen = self.with_grad if torch.is_grad_enabled() else self.without_grad
+            seen[id(module)] = module
+            if self.on_enter is not None:
+                self.on_enter(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._local.depth = max(getattr(self._local, "depth", 0) - 1, 0)
+
+    def forget(self) -> None:
+        """Start over, at a step boundary: what was seen so far may have begun in the middle of a forward."""
+        self.with_grad = {}
+        self.without_grad = {}
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def describe(self) -> str:
+        """What was seen, in words."""
+        parts = [
+            f"{len(seen)} {how} ({', '.join(sorted({type(m).__name__ for m in seen.values()})[:5])})"
+            for how, seen in (
+                ("entered with gradient", self.with_grad),
+                ("entered without gradient", self.without_grad),
+            )
+            if seen
+        ]
+        return "; ".join(parts) if parts else "no forward pass of any module"
+
+
+def outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that are not inside another one of the list."""
+    inner = {id(m) for root in modules for m in root.modules() if m is not root}
+    return [m for m in modules if id(m) not in inner]
+
+
+def trained_roots(seen: list[nn.Module], optimizer: torch.optim.Optimizer) -> tuple[list[nn.Module], bool]:
+    """The roots among `seen` that the optimizer trains, and whether they hold all that it trains.
+
+    They do not when the watch began in the middle of a forward and saw inner modules as roots.
+    """
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    roots = outermost([m for m in seen if any(id(p) in owned for p in m.parameters())])
+    held = {id(p) for root in roots for p in root.parameters()}
+    return roots, owned <= held
+
+
+def named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) below the roots, each module once; names without what DDP and torch.compile put in front.
+
+    With several roots a name begins with its root's class.
+    """
+    seen: dict[int, None] = {}
+    used: dict[str, int] = {}
+    for root in roots:
+        prefix = ""
+        if len(roots) > 1:
+            class_name = type(root).__name__
+            used[class_name] = used.get(class_name, 0) + 1
+            prefix = class_name if used[class_name] == 1 else f"{class_name}_{used[class_name]}"
+        for name, module in root.named_modules():
+            if id(module) in seen:
+                continue
+            seen[id(module)] = None
+            yield ".".join(part for part in (prefix, plain_name(name)) if part) or type(root).__name__, module
+
+
+def plain_name(name: str) -> str:
+    """A dotted name without leading wrapper components, and without `_orig_mod` anywhere."""
+    stripped = True
+    while stripped:
+        stripped = False
+        for wrapper in _WRAPPERS:
+            if name.startswith(wrapper):
+                name, stripped = name[len(wrapper) :], True
+            elif name == wrapper[:-1]:
+                name, stripped = "", True
+    return name.replace("._orig_mod", "").replace("._fsdp_wrapped_module", "")

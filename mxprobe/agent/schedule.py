@@ -1,0 +1,44 @@
+"""Which steps are probed. A step that is due while the last one is still being measured is put off, not queued."""
+
+from __future__ import annotations
+
+from mxprobe.agent.clock import Clock
+
+
+class Schedule:
+    """Call `plan` before each step and `close` after it.
+
+    A probed step in which nothing was generated leaves a generation owed: the following steps are watched, for
+    realised errors only, until one generates. A run that never does is not watched again until its next probe.
+    """
+
+    def __init__(self, every: int, weights_every: int) -> None:
+        self._every = every
+        self._weights_every = weights_every
+        self._next_due = 1
+        self._weights_due = 1
+        self._owed_until = 0
+        self._generates: bool | None = None
+
+    def plan(self, clock: Clock, *, busy: bool) -> None:
+        """Decide what of the step `clock.step` is probed. `busy`: earlier snapshots are not measured yet."""
+        step = clock.step
+        if busy:
+            return
+        if step >= self._next_due:
+            clock.probed = True
+            clock.with_weights = step >= self._weights_due
+            self._next_due = max(self._next_due + self._every, step + 1)
+            if clock.with_weights:
+                self._weights_due = max(self._weights_due + self._weights_every, step + 1)
+        elif step <= self._owed_until:
+            clock.only_outputs = True
+
+    def close(self, clock: Clock, *, generated: bool) -> None:
+        """The step is over; `generated`: a generation was measured in it."""
+        if generated:
+            self._generates, self._owed_until = True, 0
+        elif clock.probed and self._generates is not False:
+            self._owed_until = clock.step + self._every
+        elif clock.step == self._owed_until and self._generates is None:
+            self._generates = False

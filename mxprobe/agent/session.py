@@ -1,0 +1,367 @@
+"""From the first look at the process to the last hook taken out.
+
+    OBSERVING   global hooks wait for an optimizer step (or, failing that, for generation)
+    SERVING     no step came, but forward passes without gradient: hooks go in at the next one
+    ATTACHED    per-module hooks are in; each step ends at a boundary
+    GONE        every hook is out, nothing of ours runs in the user's threads any more
+
+Hooks go in and out in the training thread at an optimizer-step boundary. The exceptions, from our own thread and
+under the dead flag of each probe: the controller is lost, or no boundary comes after `detach` was asked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from enum import Enum
+from typing import Any, Callable
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mxprobe.agent.clock import Clock, completed_steps
+from mxprobe.agent.guard import Guard, in_backward
+from mxprobe.agent.hooks import ModuleProbe, any_rollout
+from mxprobe.agent.inventory import Entry, module_rows, take_inventory
+from mxprobe.agent.recorder import Recorder
+from mxprobe.agent.roots import RootWatch, outermost, trained_roots
+from mxprobe.agent.schedule import Schedule
+from mxprobe.agent.signals import TrainerLog
+from mxprobe.agent.transport import Transport
+from mxprobe.agent.worker import Worker
+from mxprobe.protocol import AgentConfig
+
+SNAPSHOT_BYTES = 1 << 30
+"""Copies held at once; modules that do not fit into one probed step take turns."""
+FOREIGN_STEPS = 4
+"""Steps of another optimizer of the model, without one of ours, after which that one marks the boundaries."""
+
+
+class State(Enum):
+    OBSERVING = "observing"
+    SERVING = "serving"
+    ATTACHED = "attached"
+    GONE = "gone"
+
+
+class Session:
+    """The hooks of one attach. Everything public may be called from any thread."""
+
+    def __init__(self, config: AgentConfig, transport: Transport) -> None:
+        self.state = State.OBSERVING
+        self.role = "trainer"
+        self.reason = ""
+        """Why the session ended, once it has."""
+        self.detach_asked = ""
+        """The reason for which the hooks are to come out at the next boundary."""
+        self.gone = threading.Event()
+        self.n_steps = 0
+        self.n_probed = 0
+        self.total_step_ns = self.total_hook_ns = self.total_measure_ns = 0
+        self._config = config
+        self._transport = transport
+        self._recorder = Recorder(transport)
+        self.guard = Guard(config.error_budget, self._on_error, lambda: self.abandon("error_budget"))
+        self.worker = Worker(config, self._recorder, self.guard)
+        self._clock = Clock()
+        self._schedule = Schedule(config.every, config.weights_every)
+        self._signals = TrainerLog(self._on_signal, self.guard.swallow)
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._handles: list[Any] = []
+        self._probes: dict[str, ModuleProbe] = {}
+        self._entries: list[Entry] = []
+        self._optimizer: weakref.ref[Any] | None = None
+        self._foreign: dict[int, int] = {}
+        self._looked_twice = False
+        self._inventoried = False
+        self._watch = RootWatch()
+        self._handles.append(register_optimizer_step_post_hook(self._on_optimizer_step))
+
+    # Called by the agent's thread.
+
+    def settle_without_step(self) -> dict[str, str] | None:
+        """No optimizer step came in time. Wait for a forward pass to serve, or return {reason, detail}."""
+        with self._lock:
+            if self.state is not State.OBSERVING:
+                return None
+            seen = self._watch.describe()
+            if self._watch.with_grad or not self._watch.without_grad:
+                self._remove("no_step")
+                return {"reason": "no_step", "detail": seen}
+            models = [m for m in self._watch.without_grad.values() if _has_linear(m)]
+            if not models:
+                self._remove("no_model")
+                return {"reason": "no_model", "detail": f"{seen}, none of which holds a Linear"}
+            self.state = State.SERVING
+            roots = {id(m) for m in outermost(models)}
+            self._watch.on_enter = lambda module: self._on_serving_enter(module, roots)
+        return None
+
+    def ask_detach(self, reason: str) -> None:
+        """Take the hooks out at the next boundary; at once where none are in yet."""
+        with self._lock:
+            self.detach_asked = self.detach_asked or reason
+            if self.state in (State.OBSERVING, State.SERVING):
+                self._remove(reason)
+
+    def abandon(self, reason: str) -> None:
+        """Take the hooks out now, whatever the training thread is doing."""
+        self._remove(reason)
+
+    def status(self) -> dict[str, Any]:
+        """Where the session stands, as sent in `status` and `detached` frames. Times are sums since attach."""
+        n_unacked, unacked_bytes = self._transport.pending()
+        return {
+            "state": self.state.value,
+            "role": self.role,
+            "step": self.worker.step_base + self.n_steps,
+            "steps": self.n_steps,
+            "probed_steps": self.n_probed,
+            "modules": len(self._probes),
+            "backlog": self.worker.backlog,
+            "step_ns": self.total_step_ns,
+            "probe_ns": self.total_hook_ns,
+            "measure_ns": self.total_measure_ns,
+            "n_dropped": self._transport.n_dropped_rows,
+            "n_abandoned": self.worker.n_abandoned,
+            "n_errors": self.guard.n_errors,
+            "sent_bytes": self._transport.sent_bytes,
+            "unacknowledged": n_unacked,
+            "unacknowledged_bytes": unacked_bytes,
+        }
+
+    # Called in the training thread, by hooks.
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.state is State.GONE:
+            return
+        started = time.perf_counter_ns()
+        try:
+            if self._forked():
+                return
+            if self.state in (State.OBSERVING, State.SERVING):
+                self._observe(optimizer)
+            elif self.role == "trainer" and self._is_boundary(optimizer):
+                self._end_step()
+        except Exception as error:
+            self.guard.swallow("optimizer step", error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
+
+    def _observe(self, optimizer: torch.optim.Optimizer) -> None:
+        roots, complete = trained_roots(list(self._watch.with_grad.values()), optimizer)
+        if not roots:
+            return
+        if not complete and not self._looked_twice:
+            self._looked_twice = True
+            self._watch.forget()
+            return
+        with self._lock:
+            if self.state is State.GONE:
+                return
+            self._optimizer = weakref.ref(optimizer)
+            base = completed_steps(optimizer)
+            if base is not None:
+                self.worker.put(lambda: self._set_base(base))
+            self._install(roots)
+            self._handles += [root.register_forward_pre_hook(self._on_root_enter) for root in roots]
+            self._begin_step()
+
+    def _set_base(self, count: torch.Tensor) -> None:
+        self.worker.step_base = int(count.item())
+
+    def _install(self, roots: list[nn.Module]) -> None:
+        self._watch.close()
+        config = self._config
+        self._entries = take_inventory(roots, config.layers)
+        for entry in self._entries:
+            if entry.selected and isinstance(entry.module, nn.Linear):
+                self._probes[entry.name] = ModuleProbe(
+                    entry.name,
+                    entry.module,
+                    clock=self._clock,
+                    guard=self.guard,
+                    submit=self.worker.submit,
+                    max_rows=config.max_rows,
+                    max_features=config.max_features,
+                    trains=self.role == "trainer",
+                )
+        self._signals.ensure_wrapped()
+        self._clock.advance()
+        self.state = State.ATTACHED
+        names = [type(root).__name__ for root in roots]
+        self.worker.put(lambda: self._announce(names))
+
+    def _announce(self, roots: list[str]) -> None:
+        """In the worker, after the step count is known."""
+        self._event("attached", f"{self.role}: {', '.join(roots)}; {len(self._probes)} modules", 0)
+        self._add_modules()
+        self._recorder.flush()
+        self._transport.control(
+            {
+                "verb": "attached",
+                "roots": roots,
+                "modules": len(self._probes),
+                "role": self.role,
+                "step": self.worker.step_base,
+            }
+        )
+
+    def _on_serving_enter(self, module: nn.Module, roots: Any) -> None:
+        """A root that serves begins a forward pass, in the thread that runs it."""
+        if id(module) not in roots or self._forked():
+            return
+        try:
+            with self._lock:
+                if self.state is not State.SERVING:
+                    return
+                self.role = "rollout"
+                self._install([module])
+                self._handles.append(module.register_forward_hook(self._on_root_leave, always_call=True))
+                self._begin_step()
+        except Exception as error:
+            self.guard.swallow("first serving pass", error)
+
+    def _on_root_enter(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
+            self._clock.micro_step += 1
+
+    def _on_root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self.state is not State.ATTACHED or self._forked():
+            return
+        try:
+            self._end_step()
+        except Exception as error:
+            self.guard.swallow("serving pass", error)
+
+    def _is_boundary(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True for a step of the optimizer that marks our steps; another of the model's may take over its part."""
+        ours = self._optimizer() if self._optimizer is not None else None
+        if optimizer is ours:
+            self._foreign.clear()
+            return True
+        key = id(optimizer)
+        self._foreign[key] = self._foreign.get(key, 0) + 1
+        if ours is not None and self._foreign[key] < FOREIGN_STEPS:
+            return False
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in owned for entry in self._entries for p in entry.module.parameters()):
+            return False
+        self._optimizer = weakref.ref(optimizer)
+        self._foreign.clear()
+        return True
+
+    def _end_step(self) -> None:
+        clock, probes = self._clock, list(self._probes.values())
+        clock.advance()
+        for probe in probes:
+            probe.finish_step()
+        generated = any_rollout(probes)
+        for probe in probes:
+            probe.forget()
+        self._schedule.close(clock, generated=generated)
+        self.n_steps += 1
+        self.n_probed += clock.probed
+        step, probed, step_ns, hook_ns = clock.step, clock.probed, clock.step_ns, clock.hook_ns
+        self.total_step_ns += step_ns
+        self.total_hook_ns += hook_ns
+        self.worker.put(lambda: self._record_step(step, probed, step_ns, hook_ns))
+        self._signals.ensure_wrapped()
+        clock.next()
+        if self.detach_asked:
+            self._remove(self.detach_asked)
+        else:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        clock = self._clock
+        self._schedule.plan(clock, busy=self.worker.backlog > 0)
+        if not (clock.probed or clock.only_outputs):
+            return
+        left = SNAPSHOT_BYTES
+        for probe in sorted(self._probes.values(), key=lambda probe: probe.last_probed):
+            if probe.sample_bytes <= left or left == SNAPSHOT_BYTES:
+                probe.arm()
+                left -= probe.sample_bytes
+
+    def _forked(self) -> bool:
+        """In a child process there is no thread of ours to hand anything to."""
+        if os.getpid() == self._pid:
+            return False
+        for probe in self._probes.values():
+            probe.armed = False
+        self.state = State.GONE
+        return True
+
+    # Rows; in the worker, but for `_on_signal` and `_on_error`, which hand over to it.
+
+    def _record_step(self, step: int, probed: bool, step_ns: int, hook_ns: int) -> None:
+        measure_ns = self.worker.take_measure_ns()
+        self.total_measure_ns += measure_ns
+        self._recorder.add(
+            "overhead",
+            {
+                "step": self.worker.step_base + step,
+                "time_ns": time.time_ns(),
+                "probed": probed,
+                "step_ns": step_ns,
+                "probe_ns": hook_ns,
+                "measure_ns": measure_ns,
+                "n_dropped": self._transport.n_dropped_rows,
+                "n_errors": self.guard.n_errors,
+                "sent_bytes": self._transport.sent_bytes,
+            },
+        )
+        if probed:
+            if not self._inventoried:
+                self._inventoried = True
+                self._add_modules()
+            self._recorder.flush()
+
+    def _add_modules(self) -> None:
+        for row in module_rows(self._entries, self._probes):
+            self._recorder.add("modules", row)
+
+    def _event(self, kind: str, detail: str, step: int) -> None:
+        row = {"step": self.worker.step_base + step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}
+        self._recorder.add("events", row)
+
+    def _on_signal(self, row: dict[str, Any]) -> None:
+        self.worker.put(lambda: self._recorder.add("signals", row))
+
+    def _on_error(self, where: str, detail: str) -> None:
+        step = self._clock.step
+        self.worker.put(lambda: self._event("error", f"{where}: {detail}", step))
+
+    def _remove(self, reason: str) -> None:
+        """Every hook out and every patch undone; once. The last rows go to the worker."""
+        with self._lock:
+            if self.state is State.GONE:
+                return
+            was_attached = self.state is State.ATTACHED
+            self.state = State.GONE
+            self.reason = reason
+        removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap]
+        removals += [handle.remove for handle in self._handles]
+        removals += [probe.remove for probe in self._probes.values()]
+        for remove in removals:
+            try:
+                remove()
+            except Exception as error:
+                self.guard.swallow("removing hooks", error)
+        self._handles.clear()
+        if was_attached:
+            self.worker.put(self._farewell)
+        self.gone.set()
+
+    def _farewell(self) -> None:
+        self._add_modules()
+        self._event("detached", self.reason, self.n_steps)
+        self._recorder.flush()
+
+
+def _has_linear(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Linear) for m in module.modules())

@@ -1,0 +1,148 @@
+"""The thread that measures: takes snapshots and small jobs in order, and never makes the training thread wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any, Callable
+
+import torch
+
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.measure import measure_snapshot
+from mxprobe.agent.recipes import Recipe
+from mxprobe.agent.recorder import Recorder
+from mxprobe.agent.snapshot import Snapshot
+from mxprobe.protocol import AgentConfig
+
+Job = Callable[[], None]
+
+FLUSH_EVERY_S = 0.5
+_EVENT_POLL_S = 0.001
+
+
+class Worker:
+    """Jobs in order of arrival. `submit` and `put` may be called from any thread and do not block."""
+
+    def __init__(self, config: AgentConfig, recorder: Recorder, guard: Guard) -> None:
+        self.measure_ns = 0
+        """Time spent measuring since it was last taken by `take_measure_ns`."""
+        self.n_abandoned = 0
+        """Snapshots given up because the agent had to leave."""
+        self.step_base = 0
+        """Optimizer steps completed before attach; written by a job that comes first."""
+        self._config = config
+        self._recorder = recorder
+        self._guard = guard
+        self._jobs: deque[Job] = deque()
+        self._busy = False
+        self._changed = threading.Condition()
+        self._n_snapshots = 0
+        self._stopping = False
+        self._recipes: dict[Any, Recipe] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._last_flush = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="mxprobe-worker", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def submit(self, snapshot: Snapshot) -> None:
+        with self._changed:
+            self._n_snapshots += 1
+            self._jobs.append(lambda: self._measure(snapshot))
+            self._changed.notify_all()
+
+    @property
+    def backlog(self) -> int:
+        """Snapshots not yet measured."""
+        return self._n_snapshots
+
+    def take_measure_ns(self) -> int:
+        spent, self.measure_ns = self.measure_ns, 0
+        return spent
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job is done; False after the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread after the operand it is at; what is left is counted as abandoned."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while not self._stopping:
+                job = self._next_job()
+                if job is not None:
+                    self._do(job)
+                if time.monotonic() - self._last_flush > FLUSH_EVERY_S:
+                    self._flush()
+        self.n_abandoned += self._n_snapshots
+        self._flush()
+
+    def _next_job(self) -> Job | None:
+        with self._changed:
+            self._busy = False
+            if not self._jobs:
+                self._changed.notify_all()
+                self._changed.wait(FLUSH_EVERY_S)
+            if self._stopping or not self._jobs:
+                return None
+            self._busy = True
+            return self._jobs.popleft()
+
+    def _do(self, job: Job) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._guard.swallow("measuring", error)
+
+    def _flush(self) -> None:
+        self._last_flush = time.monotonic()
+        self._do(self._recorder.flush)
+
+    def _measure(self, snapshot: Snapshot) -> None:
+        started = time.perf_counter_ns()
+        try:
+            if snapshot.ready is None:
+                self._measure_here(snapshot)
+            else:
+                self._measure_on_own_stream(snapshot)
+        finally:
+            with self._changed:
+                self._n_snapshots -= 1
+            self.measure_ns += time.perf_counter_ns() - started
+
+    def _measure_on_own_stream(self, snapshot: Snapshot) -> None:
+        """Wait for the copies by polling, then compute beside the run's stream; only this thread waits for it."""
+        while not snapshot.ready.query():
+            time.sleep(_EVENT_POLL_S)
+        device = snapshot.x.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            self._measure_here(snapshot)
+            stream.synchronize()  # before the copies are freed for the run's stream to reuse
+
+    def _measure_here(self, snapshot: Snapshot) -> None:
+        key = (snapshot.module, snapshot.phase)
+
+        def remember(recipe: Recipe) -> None:
+            self._recipes[key] = recipe
+
+        previous: Recipe | None = self._recipes.get(key)
+        step = self.step_base + snapshot.step
+        for table, row in measure_snapshot(snapshot, self._config, step=step, previous=previous, remember=remember):
+            self._recorder.add(table, row)
+            if self._stopping:
+                return
