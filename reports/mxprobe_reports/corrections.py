@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from mxprobe.attribution import CorrectionScore, Recommendation
 from mxprobe_kernels.formats import Correction, CorrectionKind
 
-from .markup import Html, basis, card, join, number, percent, tag
-from .verdict import gain_text
+from .markup import Html, basis, card, join, percent, tag
+from .verdict import gain_text, short
 
 _WORDS: dict[CorrectionKind, str] = {
     CorrectionKind.RULE: "scale rule {}",
-    CorrectionKind.MACRO_BLOCK_SCALING: "macro-block scaling over {} elements",
+    CorrectionKind.MACRO_BLOCK_SCALING: "macro-block scaling over {}",
     CorrectionKind.OUTLIER_FALLBACK: "outlier fallback, α = {}",
-    CorrectionKind.HADAMARD: "random Hadamard rotation of {}",
-    CorrectionKind.NVFP4: "NVFP4: blocks of 16, E4M3 scales",
+    CorrectionKind.HADAMARD: "Hadamard rotation of {}",
+    CorrectionKind.NVFP4: "NVFP4 blocks of 16",
     CorrectionKind.MXFP8: "MXFP8 elements",
     CorrectionKind.KEEP_HIGH_PRECISION: "keep these operands in BF16",
 }
@@ -37,12 +37,14 @@ def section(recommendation: Recommendation) -> Html:
     low = min(0.0, *[max(-1.0, _low(score)) for score in recommendation.corrections])
     head = [
         tag("th", "correction", scope="col"),
-        tag("th", "part of the output error removed", scope="col", style="width: 26%"),
+        tag("th", "part of the output error removed", scope="col", style="width: 22%"),
         *[tag("th", name, scope="col", class_="num", title=title) for name, title in _NUMERIC],
         tag("th", "", scope="col"),
     ]
     body = join([_row(score, recommendation, low) for score in recommendation.corrections])
-    content = tag("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", body)), class_="scroll")
+    content = tag(
+        "div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", body), class_="compact"), class_="scroll"
+    )
     return card("What would help", content, id="help", kind=kind)
 
 
@@ -59,25 +61,25 @@ def _row(score: CorrectionScore, recommendation: Recommendation, low: float) -> 
     tags = [
         ("recommended", score.correction in recommendation.chosen),
         ("already on", score.is_active),
-        ("cures the symptom", score.cures),
+        ("cures", score.cures),
         ("leaves the format", score.tier > 1),
     ]
     marks = [tag("span", text, class_="tag") for text, applies in tags if applies]
     numbers = [
         gain_text(score),
-        "–" if score.held_out_gain is None else number(score.held_out_gain),
+        "–" if score.held_out_gain is None else short(score.held_out_gain),
         percent(score.recovery),
-        number(score.cost_gemm),
-        number(score.bits_per_element),
+        f"{score.cost_gemm:g}",
+        f"{score.bits_per_element:g}",
     ]
-    name = [describe(score.correction), " ", tag("code", score.correction, style="color: var(--faint)")]
+    name = [describe(score.correction), tag("code", score.correction)]
     note = tag("span", score.note, class_="note") if score.note else ""
     return tag(
         "tr",
-        tag("td", *name),
+        tag("td", *name, class_="what"),
         tag("td", _forest(score, low)),
         *[tag("td", text, class_="num") for text in numbers],
-        tag("td", *marks, " ", note),
+        tag("td", *marks, note, class_="tags" if marks and not score.note else None),
         class_="named" if score.correction in recommendation.chosen else None,
     )
 

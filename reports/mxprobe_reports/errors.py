@@ -26,8 +26,7 @@ def section(operands: Operands, frame: pd.DataFrame, component: Component) -> Ht
 def _hurts(operands: Operands, frame: pd.DataFrame) -> Html:
     note = tag(
         "p",
-        "Output error of each GEMM, one operand quantized at a time. How much the loss feels it (sensitivity) is not "
-        "measured in this trace. The colour scale is the same in every report.",
+        "Ranked by output error, each operand quantized alone: sensitivity of the loss is not in this trace.",
         class_="note",
     )
     label = "Heatmap of GEMM output error, operands by layers"
@@ -49,7 +48,9 @@ def _worst(operands: Operands, frame: pd.DataFrame) -> Html:
         pick = tag("button", operands.modules[m], type="button", class_="pick", data_pick=f"{m},{r}")
         shares = [percent(float(frame[name].iloc[i])) for name in ("out_error", "out_zeroed", "zero_frac")]
         rows.append([pick, names.ROLE_LABELS[operands.roles[r]], *shares])
-    return table(["module", "operand", "output error", "on zeroed", "zeroed values"], rows, numeric=(2, 3, 4))
+    return table(
+        ["module", "operand", "output error", "on zeroed", "zeroed values"], rows, numeric=(2, 3, 4), class_="compact"
+    )
 
 
 def _where(operands: Operands, component: Component) -> Html:

@@ -164,7 +164,7 @@ def page_data(operands: Operands, whatif: pd.DataFrame) -> dict[str, Any]:
     return {
         "modules": {
             "names": operands.modules,
-            "labels": [names.label_of(name) for name in operands.modules],
+            "kinds": names.kinds_of(operands.modules),
             "blocks": [names.block_of(name) for name in operands.modules],
             "slugs": names.slugs(operands.modules),
         },

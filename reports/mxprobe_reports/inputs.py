@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from mxprobe.schema import TABLES
 from mxprobe.attribution import Recommendation
+from mxprobe.schema import TABLES
 from mxprobe.trace import Trace
 
 

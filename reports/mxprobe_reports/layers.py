@@ -1,6 +1,5 @@
 """The selected layer and the table of all layers; page.js fills both."""
 
-from .explorer import OPERAND_COLUMNS
 from .markup import Html, basis, card, chart, tag
 from .names import ROLE_LABELS
 from .operands import Operands
@@ -37,10 +36,9 @@ def selected(operands: Operands) -> Html:
     operand = tag("fieldset", tag("legend", "Operand", class_="sr"), *radios, class_="segments")
     controls = tag("div", choose, *steps, operand, class_="controls", style="margin-top: 8px")
     charts = tag("div", *[_figure(*figure) for figure in _FIGURES], class_="charts")
-    return card(
-        "Selected layer", controls, tag("dl", id="keys", class_="keys", aria_live="polite"), charts, _whatifs(), _resampled(operands),
-        id="layer", kind=basis("measured"), class_="long",
-    )  # fmt: skip
+    keys = tag("dl", id="keys", class_="keys", aria_live="polite")
+    body = [controls, keys, charts, _whatifs(), _resampled(operands)]
+    return card("Selected layer", *body, id="layer", kind=basis("measured"), class_="long")
 
 
 _FIGURES: tuple[tuple[str, str, str], ...] = (
@@ -52,7 +50,7 @@ _FIGURES: tuple[tuple[str, str, str], ...] = (
 
 
 def _figure(name: str, title: str, detail: str) -> Html:
-    caption = tag("figcaption", title, tag("span", detail, class_="basis-free note"))
+    caption = tag("figcaption", title, tag("div", detail, class_="note"))
     return tag("figure", caption, chart(name, f"{title}, {detail}"))
 
 
@@ -73,8 +71,8 @@ def _resampled(operands: Operands) -> Html:
     if not operands.is_downsampled:
         return Html("")
     text = (
-        f"For display, {operands.n_probed_steps} probed steps are added up into {len(operands.steps)} bins, each drawn at "
-        "its first step; tables above the charts use every step. The trace holds them all."
+        f"For display, {operands.n_probed_steps} probed steps are added up into {len(operands.steps)} bins, each drawn "
+        "at its first step. All other numbers use every step, and the trace holds them all."
     )
     return tag("p", text, class_="note", style="margin-top: 8px")
 
@@ -82,7 +80,6 @@ def _resampled(operands: Operands) -> Html:
 def all_layers(operands: Operands) -> Html:
     if not len(operands.totals):
         return Html("")
-    assert {key for key, _ in _COLUMNS[2:]} <= set(OPERAND_COLUMNS)
     search = '<input type="search" id="layer-filter" placeholder="Filter by name" aria-label="Filter layers by name">'
     options = [tag("option", "all operands", value="")]
     options += [tag("option", ROLE_LABELS[role], value=role) for role in operands.roles]
@@ -101,11 +98,10 @@ def all_layers(operands: Operands) -> Html:
     more = tag("button", "Show all", type="button", class_="plain", id="layers-more", hidden="hidden")
     note = tag(
         "p",
-        "Scale, deadzone and grid are the remainder split of the operand's error and add to 100 %; a negative scale share "
-        "means no scale problem.",
+        "Scale, deadzone and grid are the remainder split of the operand's error and add to 100 %; a negative scale "
+        "share means no scale problem.",
         class_="note",
     )
-    return card(
-        "All layers", tag("div", content, class_="scroll"), more, note,
-        id="layers-card", controls=controls, kind=basis("measured"), class_="long",
-    )  # fmt: skip
+    body = [tag("div", content, class_="scroll"), more, note]
+    kind = basis("measured")
+    return card("All layers", *body, id="layers-card", controls=controls, kind=kind, class_="long")

@@ -34,7 +34,7 @@ def table(
     rows: Sequence[Sequence[object]],
     *,
     numeric: Sequence[int] = (),
-    row_class: Sequence[str] = (),
+    class_: str | None = None,
 ) -> Html:
     """A table in its own horizontal scroller. `numeric` are the right-aligned columns."""
 
@@ -43,11 +43,9 @@ def table(
             [tag(name, cell, class_="num" if i in numeric else None, **attributes) for i, cell in enumerate(row)]
         )
 
-    body = join(
-        [tag("tr", cells("td", row), class_=row_class[i] or None if row_class else None) for i, row in enumerate(rows)]
-    )
+    body = join([tag("tr", cells("td", row)) for row in rows])
     header = tag("thead", tag("tr", cells("th", head, scope="col")))
-    return tag("div", tag("table", header, tag("tbody", body)), class_="scroll")
+    return tag("div", tag("table", header, tag("tbody", body), class_=class_), class_="scroll")
 
 
 def basis(kind: str, detail: str = "") -> Html:

@@ -47,8 +47,6 @@ def block_of(name: str) -> str:
     return next((part for part in parts if part.isdecimal()), parts[0])
 
 
-def label_of(name: str) -> str:
-    """`model.layers.3.self_attn.q_proj` -> `3 q_proj`."""
-    parts = name.split(".")
-    block = next((part for part in parts if part.isdecimal()), "")
-    return f"{block} {parts[-1]}" if block and parts[-1] != block else parts[-1]
+def kinds_of(names: Sequence[str]) -> list[str]:
+    """Last path segments, for axes: `model.layers.3.self_attn.q_proj` -> `q`."""
+    return [name.rsplit(".", 1)[-1].removesuffix("_proj") or name for name in names]

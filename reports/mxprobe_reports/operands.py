@@ -37,6 +37,8 @@ class Operands:
     phase: str
     n_bad_rows: int
     """Rows left out because a sum in them was missing or not finite."""
+    first_nonfinite: tuple[int, str, str] | None
+    """Step, module and role of the first row with NaN or infinite values in its tensor."""
     n_identity_violations: int
     """Rows whose components miss the total by more than `IDENTITY_TOLERANCE`."""
 
@@ -75,6 +77,7 @@ def collect(tensors: pd.DataFrame, modules: Sequence[str]) -> Operands:
     for column, how in {"sampled_frac": "mean", "n_clusters": "min", "format": "last", "rule": "last"}.items():
         extra[column] = kept[column].astype(str if how == "last" else np.float64).to_numpy()
         totals[column] = extra.groupby("operand")[column].agg(how)
+    gap = ratios.tensor_ratios(values)["identity_gap"]
     return Operands(
         modules=list(modules),
         roles=roles,
@@ -85,7 +88,8 @@ def collect(tensors: pd.DataFrame, modules: Sequence[str]) -> Operands:
         n_probed_steps=len(steps),
         phase=phase,
         n_bad_rows=int((~good).sum()),
-        n_identity_violations=int((ratios.tensor_ratios(values)["identity_gap"] > IDENTITY_TOLERANCE).sum()),
+        first_nonfinite=_first_nonfinite(rows),
+        n_identity_violations=int((gap > IDENTITY_TOLERANCE).sum()),
     )
 
 
@@ -133,3 +137,11 @@ def _add_histograms(column: pd.Series, operand: npt.NDArray[np.int64], n_operand
         stacked = np.stack([np.asarray(bins, dtype=np.int64) for bins in column.iloc[whole]])
         np.add.at(added, operand[whole], stacked)
     return added
+
+
+def _first_nonfinite(rows: pd.DataFrame) -> tuple[int, str, str] | None:
+    hit = rows[(pd.to_numeric(rows["n_nonfinite"]).fillna(0) > 0).to_numpy()]
+    if hit.empty:
+        return None
+    first = hit.sort_values("step", kind="stable").iloc[0]
+    return int(first["step"]), str(first["module"]), str(first["role"])

@@ -1,6 +1,5 @@
 """What a reader must know before trusting the numbers: problems, losses, identity, sampling."""
 
-import numpy as np
 import pandas as pd
 
 from .inputs import Inputs
@@ -62,14 +61,12 @@ def _losses(overhead: pd.DataFrame) -> list[str]:
 
 
 def _non_finite(operands: Operands) -> list[str]:
-    counts = operands.totals["n_nonfinite"].to_numpy(dtype=float)
-    hit = np.flatnonzero(counts > 0)
-    if not hit.size:
+    count = float(operands.totals["n_nonfinite"].sum())
+    if operands.first_nonfinite is None:
         return []
-    first = operands.modules[int(operands.totals["module"].iloc[hit[0]])]
-    return [
-        f"{counts.sum():.0f} values were not finite, in {len(hit)} operands, the first in {first}; their blocks are left out."
-    ]
+    step, module, role = operands.first_nonfinite
+    where = f"{module} ({role}) at step {step}"
+    return [f"{count:.0f} values were NaN or infinite, first in {where}; the blocks they are in are left out."]
 
 
 def _sampling(operands: Operands) -> Html:
@@ -77,13 +74,16 @@ def _sampling(operands: Operands) -> Html:
     if totals.empty:
         return Html("")
     few = int((totals["n_clusters"] < FEW_CLUSTERS).sum())
-    entries: list[tuple[object, object]] = [
-        ("probed steps", f"{operands.n_probed_steps}"),
-        ("rows measured of those there were", f"{percent(float(totals['sampled_frac'].min()))} at least, {percent(float(totals['sampled_frac'].median()))} in the median"),
-        ("sampling units per step", f"{number(float(totals['n_clusters'].min()))} at least; below {FEW_CLUSTERS} in {few} of {len(totals)} operands"),
+    least, middle = (percent(float(value)) for value in (totals["sampled_frac"].min(), totals["sampled_frac"].median()))
+    units = number(float(totals["n_clusters"].min()))
+    quantizers = sorted({f"{f} {r}" for f, r in zip(totals["format"], totals["rule"], strict=True)})
+    entries = [
+        ("probed steps", str(operands.n_probed_steps)),
+        ("rows measured of those there were", f"{least} at least, {middle} in the median operand"),
+        ("sampling units per step", f"{units} at least; below {FEW_CLUSTERS} in {few} of {len(totals)} operands"),
         ("rows that violate the identity", str(operands.n_identity_violations)),
-        ("quantizer in the statistics", ", ".join(sorted({f"{f} {r}" for f, r in zip(totals["format"], totals["rule"], strict=True)}))),
-    ]  # fmt: skip
+        ("quantizer of the statistics", ", ".join(quantizers)),
+    ]
     return pairs(entries)
 
 
@@ -97,4 +97,4 @@ def _events(events: pd.DataFrame) -> Html:
     ]
     more = len(ordered) - len(rows)
     note = tag("p", f"{more} more are in the events table of the trace.", class_="note") if more > 0 else ""
-    return table(["step", "event", "detail"], rows, numeric=(0,)) + note
+    return table(["step", "event", "detail"], rows) + note

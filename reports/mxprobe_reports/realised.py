@@ -9,7 +9,7 @@ import pandas as pd
 from mxprobe.attribution import Thresholds, ratios
 from mxprobe.schema import Phase
 
-from .markup import Html, basis, card, chart, join, percent, tag
+from .markup import Html, basis, card, chart, percent, tag
 
 _LABELS = {Phase.TRAIN.value: "training", Phase.ROLLOUT.value: "rollout", Phase.EVAL.value: "evaluation"}
 
@@ -50,35 +50,33 @@ def section(data: list[dict[str, Any]], thresholds: Thresholds) -> Html:
     summary = tag("ul", *[tag("li", _sentence(phase, thresholds)) for phase in data], class_="prose")
     note = tag(
         "p",
-        "Filled: the error the layer made, ‖y − xWᵀ‖² / ‖xWᵀ‖², with the trainer's current W. Open: the same with the inferred "
-        "recipe on x and W. A dot in its ring does what the recipe does; above it: stale or wrong weights, another rule or "
-        "format, a kernel fault; at the bottom: not quantized.",
+        "Filled: the error the layer made, ‖y − xWᵀ‖² / ‖xWᵀ‖², with the trainer's current W. Open: the same with the "
+        "inferred recipe on x and W. A dot in its ring does what the recipe does; above it: stale or wrong weights, "
+        "another rule or format, a kernel fault; at the bottom: not quantized.",
         class_="note",
     )
     figure = chart("realised", "Realised and predicted output error of every layer, by phase", size="wide")
-    kind = join([basis("measured"), " ", basis("predicted", "open marks")])
+    kind = tag("span", basis("measured", "filled"), basis("predicted", "open"), class_="bases")
     return card("Realised against predicted", summary, figure, note, id="realised", kind=kind)
 
 
 def _sentence(phase: dict[str, Any], thresholds: Thresholds) -> str:
-    n = len(phase["module"])
+    n, label = len(phase["module"]), phase["label"]
     realised = [v for v in phase["realised"] if v is not None]
-    quantized = [
-        (r, p)
-        for r, p in zip(phase["realised"], phase["predicted"], strict=True)
-        if (r or 0) > thresholds.quantized_error
-    ]
-    middle = percent(statistics.median(realised)) if realised else "–"
-    where = f"In {phase['label']}"
+    if not realised:
+        return f"In {label}, no realised error is finite."
+    pairs = list(zip(phase["realised"], phase["predicted"], strict=True))
+    quantized = [(r, p) for r, p in pairs if r is not None and r > thresholds.quantized_error]
     if not quantized:
-        return f"{where}, all {n} modules are in high precision: the largest realised error is {percent(max(realised, default=math.nan))}."
-    far = [1 for r, p in quantized if not p or abs(math.log2(r / p)) > thresholds.far_log2]
+        most = percent(max(realised))
+        return f"In {label}, all {n} modules are in high precision; the largest realised error is {most}."
+    far = sum(not p or abs(math.log2(r / p)) > thresholds.far_log2 for r, p in quantized)
     recipes = pd.Series([f"X {x}, W {w}" for x, w in zip(phase["recipe_x"], phase["recipe_w"], strict=True)])
     common = recipes.value_counts()
     return (
-        f"{where}, {len(quantized)} of {n} modules are quantized, median realised error {middle}; {sum(phase['exact'])} of {n} are "
-        f"reproduced exactly from the values, {len(far)} of {len(quantized)} quantized ones are far from predicted. Most common recipe: "
-        f"{common.index[0]} ({common.iloc[0]} of {n})."
+        f"In {label}, {len(quantized)} of {n} modules are quantized, median realised error "
+        f"{percent(statistics.median(realised))}; {far} of them are far from predicted, and the recipe reproduces "
+        f"{sum(phase['exact'])} of {n} exactly. Most common recipe: {common.index[0]} ({common.iloc[0]} of {n})."
     )
 
 

@@ -24,7 +24,6 @@ class Signal:
 
     id: str
     title: str
-    kind: str
     detail: str
     steps: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
@@ -67,8 +66,8 @@ def _metric(signals: pd.DataFrame, id: str, metrics: Sequence[str], title: str, 
         if len(rows):
             by_step = rows.groupby("step")["value"].mean().sort_index()
             detail = f"logged as {rows['raw_key'].astype(str).iloc[-1]}"
-            return _signal(id, title, "measured", detail, by_step, from_zero, "")
-    return _signal(id, title, "measured", "", pd.Series(dtype=float), from_zero, "Not logged in this trace.")
+            return _signal(id, title, detail, by_step, from_zero, "")
+    return _signal(id, title, "", pd.Series(dtype=float), from_zero, "Not logged in this trace.")
 
 
 def mismatch(outputs: pd.DataFrame) -> Signal:
@@ -88,11 +87,11 @@ def mismatch(outputs: pd.DataFrame) -> Signal:
     gap = (wide[Phase.ROLLOUT.value] - wide[Phase.TRAIN.value]).abs().dropna() if both else pd.Series(dtype=float)
     by_step = gap.groupby(level=0).median() if len(gap) else pd.Series(dtype=float)
     why = "Training and rollout were not both seen in this trace."
-    return _signal("mismatch", "Mismatch", "measured", "|rollout − training|", by_step, True, why, is_share=True)
+    return _signal("mismatch", "Mismatch", "|rollout − training|", by_step, True, why, is_share=True)
 
 
 def _signal(
-    id: str, title: str, kind: str, detail: str, by_step: Any, from_zero: bool, missing: str, *, is_share: bool = False
+    id: str, title: str, detail: str, by_step: Any, from_zero: bool, missing: str, *, is_share: bool = False
 ) -> Signal:
     n_steps = len(by_step)
     bins = packing.bin_of(n_steps, min(n_steps, packing.MAX_POINTS))
@@ -105,7 +104,7 @@ def _signal(
     if n_steps and not np.isfinite(values).any():
         missing = "Every logged value is NaN or infinite."
         steps, values = steps[:0], values[:0]
-    return Signal(id, title, kind, detail, steps, values, from_zero, missing, is_share)
+    return Signal(id, title, detail, steps, values, from_zero, missing, is_share)
 
 
 def page_data(signals: Sequence[Signal]) -> list[dict[str, Any]]:
@@ -136,11 +135,12 @@ def section(signals: Sequence[Signal]) -> Html:
 
 def _card(signal: Signal) -> Html:
     show = percent if signal.is_share else number
-    header = tag("header", tag("h2", signal.title), basis(signal.kind, signal.detail))
+    header = tag("header", tag("h2", signal.title), basis("measured"))
     if not len(signal.steps):
         body = tag("p", signal.missing, class_="empty")
     else:
         moved = f"from {show(signal.first)}" if len(signal.values) > 1 else "one step only"
+        moved = f"{moved}; {signal.detail}" if signal.detail else moved
         label = f"{signal.title} over {len(signal.values)} steps, lately {show(signal.recent)}, {moved}"
         value = tag("p", show(signal.recent), tag("small", moved), class_="value")
         body = join([value, chart(f"signal-{signal.id}", label, size="short")])

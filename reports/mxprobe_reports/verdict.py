@@ -14,6 +14,8 @@ _ACCENT = {
     Component.SATURATION: "var(--saturation)",
 }
 
+_FRAMEWORKS = {"trl": "TRL", "transformers": "Transformers", "torch": "PyTorch"}
+
 
 def section(recommendation: Recommendation) -> Html:
     accent = _ACCENT.get(recommendation.component)
@@ -45,11 +47,9 @@ def _facts(recommendation: Recommendation) -> Html:
     facts: list[tuple[str, str, str]] = []
     best = favourite(recommendation)
     if best is not None:
-        interval = f"95 % interval {number(best.gain_low)} to {number(best.gain_high)}"
-        facts.append((f"Gain of {best.correction}, measured", number(best.gain), interval))
-        facts.append(
-            ("Cost, estimated", f"{number(best.cost_gemm)} GEMM", f"{number(best.bits_per_element)} bits per element")
-        )
+        interval = f"95 % interval {short(best.gain_low)} to {short(best.gain_high)}"
+        facts.append((f"Gain of {best.correction}, measured", short(best.gain), interval))
+        facts.append(("Cost, estimated", f"{best.cost_gemm:g} GEMM", f"{best.bits_per_element:g} bits per element"))
     value = "–" if agreement.value is None else f"{agreement.value:.2f}"
     steps = f"{agreement.n} probed step{'' if agreement.n == 1 else 's'}"
     facts.append(("Resample agreement", value, steps))
@@ -69,7 +69,7 @@ def _snippet(recommendation: Recommendation) -> Html:
         return Html("")
     copy = tag("button", "Copy", type="button", data_copy="snippet")
     code = tag("div", tag("pre", tag("code", snippet.text), id="snippet", tabindex="0"), copy, class_="code")
-    return tag("details", tag("summary", f"Snippet for {snippet.framework}"), code)
+    return tag("details", tag("summary", f"Snippet for {_FRAMEWORKS.get(snippet.framework, snippet.framework)}"), code)
 
 
 def _evidence(recommendation: Recommendation) -> Html:
@@ -96,8 +96,13 @@ def _caveats(recommendation: Recommendation) -> Html:
     return tag("details", tag("summary", f"Caveats ({len(recommendation.caveats)})"), tag("ul", items, class_="prose"))
 
 
+def short(value: float) -> str:
+    """Two decimals and a true minus sign: what the uncertainty of a gain allows."""
+    return f"{value:.2f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
 def gain_text(score: CorrectionScore) -> str:
     """`0.71 [0.64, 0.77]`; the interval is left out where there is none."""
     if not (math.isfinite(score.gain_low) and math.isfinite(score.gain_high)):
-        return number(score.gain)
-    return f"{number(score.gain)} [{number(score.gain_low)}, {number(score.gain_high)}]"
+        return short(score.gain)
+    return f"{short(score.gain)} [{short(score.gain_low)}, {short(score.gain_high)}]"

@@ -59,8 +59,10 @@ function signalFigure(index) {
     type: "line", xref: "x", yref: "paper", x0: event.step, x1: event.step, y0: 0, y1: 1,
     line: { color: t.faint, width: 1, dash: "dot" },
   }));
-  const yaxis = { nticks: 4, rangemode: signal.from_zero ? "tozero" : "normal" };
-  return { data, layout: layout(t, { ...UNIFIED, shapes, margin: { l: 38, r: 8, t: 6, b: 20 }, yaxis, xaxis: { nticks: 6 } }) };
+  const yaxis = { nticks: 4, rangemode: signal.from_zero ? "tozero" : "normal", tickformat: signal.is_share ? ".2~p" : "" };
+  const all = DATA.signals.flatMap((s) => Array.from(unpack(s.steps).values));
+  const [low, high] = all.reduce(([a, b], s) => [Math.min(a, s), Math.max(b, s)], [Infinity, -Infinity]);
+  return { data, layout: layout(t, { ...UNIFIED, shapes, margin: { l: 38, r: 8, t: 6, b: 20 }, yaxis, xaxis: { nticks: 6, range: low < high ? [low, high] : [low - 1, low + 1] } }) };
 }
 function signalTable(index) {
   const signal = DATA.signals[index];
@@ -73,12 +75,18 @@ function measure(key) {
   return DATA.measures.find((m) => m.key === key);
 }
 function moduleTicks() {
-  const { labels, blocks } = DATA.modules;
-  if (labels.length <= 32) return { tickvals: labels.map((_, i) => i), ticktext: labels.map((l) => plain(shorten(l, 16))), tickangle: -40 };
-  const firsts = blocks.map((b, i) => (i === 0 || b !== blocks[i - 1] ? i : -1)).filter((i) => i >= 0);
+  const { kinds, blocks } = DATA.modules;
+  const isFirst = (i) => i === 0 || blocks[i] !== blocks[i - 1];
+  if (kinds.length <= 32) {
+    const flat = kinds.length <= 16;
+    const below = (i) => (isFirst(i) ? "<br>layer " + plain(shorten(blocks[i], 8)) : "");
+    const ticktext = kinds.map((kind, i) => plain(shorten(kind, flat ? 8 : 10)) + (flat ? below(i) : ""));
+    return { tickvals: kinds.map((_, i) => i), ticktext, tickangle: flat ? 0 : -90 };
+  }
+  const firsts = blocks.map((_, i) => (isFirst(i) ? i : -1)).filter((i) => i >= 0);
   const every = Math.ceil(firsts.length / 16);
   const shown = firsts.filter((_, i) => i % every === 0);
-  return { tickvals: shown, ticktext: shown.map((i) => plain(shorten(blocks[i], 10))), tickangle: 0 };
+  return { tickvals: shown, ticktext: shown.map((i) => "layer " + plain(shorten(blocks[i], 8))), tickangle: 0 };
 }
 
 function heatFigure(key, selected) {
@@ -103,7 +111,7 @@ function heatFigure(key, selected) {
     xgap: modules.length <= 60 ? 2 : 0, ygap: 2, zmin: ticks[0], zmax: ticks[ticks.length - 1],
     colorscale: m.diverging ? [[0, "#3b6fb6"], [0.5, t["grid-line"]], [1, "#b5533c"]] : "Cividis",
     colorbar: {
-      thickness: 8, len: 1, outlinewidth: 0, x: 1.01, xpad: 0, tickvals: ticks, ticktext: m.ticks.map(FORMAT[m.format]),
+      thickness: 8, len: 1, outlinewidth: 0, x: 1.01, xpad: 0, tickvals: ticks, ticktext: m.ticks.map(m.format === "percent" ? tick : FORMAT[m.format]),
       tickfont: { size: 10.5, color: t.faint }, ticklen: 2, tickcolor: t.line,
     },
   }];

@@ -1,7 +1,7 @@
 "use strict";
 // State (which layer, which operand) and everything that follows it.
 
-const state = { module: DATA.selected.module, role: DATA.selected.role, limit: 40, sort: { key: "out_error", down: true } };
+const state = { module: DATA.selected.module, role: DATA.selected.role, limit: 20, sort: { key: "out_error", down: true } };
 const byId = (id) => document.getElementById(id);
 const current = () => operandAt(state.module, state.role);
 const heatKey = () => (byId("measure") ? byId("measure").value : DATA.measures[0].key);
@@ -89,13 +89,13 @@ function fillKeys() {
   const at = current();
   const get = (name) => valueOf("operands", name, at);
   const entries = [
-    ["Output error", percent(get("out_error")), "of ‖Y‖², this operand quantized"],
-    ["… made on zeroed values", percent(get("out_zeroed")), "share of the output error"],
+    ["Output error", percent(get("out_error")), "of ‖output‖², alone"],
+    ["Made on zeroed values", percent(get("out_zeroed")), "share of output error"],
     ["Operand error", percent(get("nmse")), "Gaussian: " + percent(get("nmse_reference"))],
     ["SQNR", decibel(get("sqnr_db")), "Gaussian: " + decibel(-10 * Math.log10(get("nmse_reference")))],
     ["Rounded to zero", percent(get("zero_frac")), "Gaussian: " + percent(get("zeroed_reference"))],
     ["Clipped", percent(get("saturated_frac")), "|x| > 6 s"],
-    ["Rows measured", percent(get("sampled")), number(get("clusters")) + " clusters in the thinnest step"],
+    ["Rows measured", percent(get("sampled")), number(get("clusters")) + " units at least"],
   ];
   for (const phase of DATA.outputs) {
     const i = phase.module.indexOf(state.module);
