@@ -11,6 +11,7 @@ from .recommendation import (
     Snippet,
 )
 from .thresholds import Thresholds
+from .verdict import recommend
 
 __all__ = [
     "Agreement",
@@ -22,4 +23,5 @@ __all__ = [
     "Recommendation",
     "Snippet",
     "Thresholds",
+    "recommend",
 ]

@@ -69,8 +69,8 @@ class CorrectionScore:
     cost_gemm: float
     """Extra GEMM time, in passes of the GEMM it is applied to. Estimated, see `costs`."""
     bits_per_element: float
-    cures: bool
-    """Whether the predicted symptom falls under its gate."""
+    cures: bool | None
+    """Whether the predicted symptom falls under its gate; None when there is no symptom to cure."""
     is_active: bool
     """Already on in this run: gains are relative to it."""
     is_eligible: bool
@@ -138,6 +138,9 @@ class Recommendation:
     def to_json(self) -> dict[str, Any]:
         """JSON-ready data: enums as strings, numbers that are not finite as null."""
         data: dict[str, Any] = _plain(self)
+        data["where"] = {"groups": [{"kind": group.pop("module_kind"), **group} for group in data["where"]]}
+        for score in data["corrections"]:
+            score["named"] = score["correction"] in self.chosen
         return {"schema": JSON_SCHEMA, "verdict": data.pop("verdict"), "plain_words": self.plain_words, **data}
 
 

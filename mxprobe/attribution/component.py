@@ -1,0 +1,131 @@
+"""Which component of the rounding error, and in which operands (science, section 8.5).
+
+Shares are of the GEMM-output error, because a tensor's error hides what an outlier does: it carries the energy
+that the error is divided by. The order matters:
+
+    deadzone     when the error made on realised-zeroed elements (Q = 0, x != 0) is >= half of the whole,
+    saturation   else when the error made on |x| > 6 s is,
+    scale, grid  else the larger of the two by remainder split, when >= half,
+    mixed        else.
+
+Operands are weighted by their output error relative to the output; sensitivity would be the better weight.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mxprobe.schema import Component, Role
+
+from .measured import FORWARD_ROLES, Array, OperandSums, divide
+from .recommendation import OperandGroup
+from .thresholds import Thresholds
+
+Mask = npt.NDArray[np.bool_]
+
+SHARES = ("zeroed", "saturated", "scale", "deadzone", "grid")
+
+
+@dataclass(frozen=True)
+class OperandErrors:
+    """Output errors [M, R] relative to the output, and parts of them, averaged over clusters."""
+
+    error: Array
+    parts: dict[str, Array]
+    """`zeroed`, `saturated`, and the remainder split `scale`, `deadzone`, `grid`."""
+
+    def shares(self, mask: Mask) -> dict[str, float]:
+        """Shares of the masked operands' summed error; NaN when they have none."""
+        total = float(np.nansum(self.error[mask]))
+        if total <= 0:
+            return dict.fromkeys(SHARES, float("nan"))
+        return {name: float(np.nansum(self.parts[name][mask])) / total for name in SHARES}
+
+
+def name_component(shares: Mapping[str, float], thresholds: Thresholds) -> Component:
+    """The rule above on shares called `zeroed`, `saturated`, `scale`, `grid`. NaN shares name nothing."""
+    enough = thresholds.component_share
+    if shares["zeroed"] >= enough:
+        return Component.DEADZONE
+    if shares["saturated"] >= enough:
+        return Component.SATURATION
+    larger = Component.SCALE if shares["scale"] >= shares["grid"] else Component.GRID
+    if shares[larger.value] >= enough:
+        return larger
+    return Component.NONE if np.isnan(shares["scale"]) else Component.MIXED
+
+
+def name_tensor_component(nmse: float, shares: Mapping[str, float], thresholds: Thresholds) -> Component:
+    """The same for one tensor on its own, with shares of its own error: clean below `clean_nmse`."""
+    return Component.NONE if not nmse >= thresholds.clean_nmse else name_component(shares, thresholds)
+
+
+def operand_errors(operands: OperandSums, weights: Array) -> OperandErrors:
+    """Add over clusters, then divide, per module and role."""
+    sums = {name: np.tensordot(weights, values, axes=(0, 0)) for name, values in operands.base.items()}
+    ref2, cross = sums["out_ref2"], sums["out_dz_grid"]
+    ideal2 = sums["out_dz2"] + sums["out_grid2"] + 2.0 * cross
+    parts = {
+        "zeroed": sums["out_zeroed2"],
+        "saturated": sums["out_saturated2"],
+        "scale": sums["out_e2"] - ideal2,
+        "deadzone": sums["out_dz2"] + cross,
+        "grid": sums["out_grid2"] + cross,
+    }
+    return OperandErrors(divide(sums["out_e2"], ref2), {name: divide(part, ref2) for name, part in parts.items()})
+
+
+def groups(
+    errors: OperandErrors, modules: tuple[str, ...], mask: Mask, thresholds: Thresholds
+) -> list[tuple[OperandGroup, Mask]]:
+    """Masked operands grouped by role and kind of module (the last part of its name), the largest error first."""
+    kinds = np.array([kind_of(name) for name in modules])
+    found: list[tuple[OperandGroup, Mask]] = []
+    for column, role in enumerate(FORWARD_ROLES):
+        for kind in dict.fromkeys(kinds.tolist()):
+            members = np.zeros_like(mask)
+            members[:, column] = (kinds == kind) & mask[:, column] & np.isfinite(errors.error[:, column])
+            if members.any():
+                found.append((_group(errors, modules, members, role, kind, thresholds), members))
+    return sorted(found, key=lambda item: -item[0].output_error)
+
+
+def kind_of(module: str) -> str:
+    """`model.layers.3.mlp.up_proj` -> `up_proj`; `net.2` stays whole, for an index alone says nothing."""
+    parts = module.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
+
+
+def where(
+    found: list[tuple[OperandGroup, Mask]], component: Component, thresholds: Thresholds
+) -> list[tuple[OperandGroup, Mask]]:
+    """Groups to name: of the named component, with at least a tenth of the largest such group's error.
+
+    A mixed whole names all groups of that size, each with its own component; so does a whole whose component no
+    group has on its own.
+    """
+    alike = [item for item in found if item[0].component is component] or found
+    largest = max((group.output_error for group, _ in alike), default=0.0)
+    return [item for item in alike if item[0].output_error >= thresholds.where_error_frac * largest]
+
+
+def _group(
+    errors: OperandErrors,
+    modules: tuple[str, ...],
+    members: Mask,
+    role: Role,
+    kind: str,
+    thresholds: Thresholds,
+) -> OperandGroup:
+    rows = np.flatnonzero(members.any(axis=1))
+    shares = errors.shares(members)
+    return OperandGroup(
+        role=role,
+        module_kind=kind,
+        modules=tuple(modules[row] for row in rows),
+        output_error=float(np.nanmean(errors.error[members])),
+        component=name_component(shares, thresholds),
+        shares=shares,
+    )

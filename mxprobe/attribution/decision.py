@@ -1,0 +1,199 @@
+"""One decision from one weighting of the clusters: the order of science section 8, without words.
+
+It runs once on all clusters and again on every resample, so that agreement is about the whole decision.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from mxprobe.schema import Component, Phase, Verdict
+from mxprobe_kernels.formats import Rule
+
+from .component import groups, name_component, operand_errors, where
+from .corrections import KEEP, Situation, choose, score_corrections
+from .measured import FORWARD_ROLES, Array, Measured
+from .recommendation import CorrectionScore, OperandGroup
+from .symptom import Fit, Mismatch, fit, mismatch, quantized_modules
+from .thresholds import Thresholds
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Reason(StrEnum):
+    """Why the verdict is what it is; chooses the words."""
+
+    NO_ROWS = "no_rows"
+    HIGH_PRECISION = "high_precision"
+    FEW_STEPS = "few_steps"
+    ONE_PHASE = "one_phase"
+    NO_SYMPTOM = "no_symptom"
+    FAR = "far"
+    NO_OPERANDS = "no_operands"
+    CHOSEN = "chosen"
+
+
+@dataclass(frozen=True)
+class Decision:
+    verdict: Verdict
+    reason: Reason
+    mismatch: Mismatch
+    fits: tuple[Fit, ...]
+    component: Component
+    shares: dict[str, float]
+    where: tuple[OperandGroup, ...]
+    named: Mask
+    """[M, R] operands in `where`."""
+    scores: tuple[CorrectionScore, ...]
+    chosen: tuple[str, ...]
+    situation: Situation | None
+
+    def signature(self) -> tuple[Verdict, Component | None, frozenset[str]]:
+        """What two resamples must share to agree."""
+        acts = self.verdict in (Verdict.ENABLE, Verdict.UNDECIDED, Verdict.KEEP_HIGH_PRECISION)
+        return self.verdict, self.component if acts else None, frozenset(self.chosen)
+
+
+def decide(measured: Measured, weights: Array, thresholds: Thresholds) -> Decision:
+    """Apply the verdict's steps in their order to clusters weighted by `weights` [T]."""
+    observed = mismatch(measured, weights)
+    quantized = quantized_modules(measured, weights, thresholds)
+    fits = tuple(fit(measured, weights, thresholds))
+    verdict, reason = _gates(measured, observed, quantized, fits, thresholds)
+    parts = _Parts.of(measured, weights, thresholds, observed, quantized, has_symptom=verdict is None)
+    chosen: tuple[str, ...] = ()
+    if verdict is None:
+        verdict, reason, chosen = _choice(parts)
+    return Decision(
+        verdict=verdict,
+        reason=reason,
+        mismatch=observed,
+        fits=fits,
+        component=parts.component,
+        shares=parts.shares,
+        where=parts.where,
+        named=parts.named,
+        scores=parts.scores,
+        chosen=chosen,
+        situation=parts.situation,
+    )
+
+
+def _gates(
+    measured: Measured,
+    observed: Mismatch,
+    quantized: dict[Phase, Mask],
+    fits: tuple[Fit, ...],
+    thresholds: Thresholds,
+) -> tuple[Verdict | None, Reason]:
+    """Steps 1 to 4; no verdict yet when there is a symptom that rounding explains."""
+    if not measured.outputs:
+        return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_ROWS
+    if not any(mask.any() for mask in quantized.values()):
+        return Verdict.NOTHING_QUANTIZED, Reason.HIGH_PRECISION
+    if measured.n_steps < thresholds.min_steps:
+        return Verdict.NOT_ENOUGH_EVIDENCE, Reason.FEW_STEPS
+    if observed.n_modules == 0:
+        return Verdict.NOT_ENOUGH_EVIDENCE, Reason.ONE_PHASE
+    if not observed.is_symptom(thresholds):
+        return Verdict.NONE_NEEDED, Reason.NO_SYMPTOM
+    if any(each.far_share >= thresholds.far_share for each in fits):
+        return Verdict.NOT_EXPLAINED, Reason.FAR
+    return None, Reason.CHOSEN
+
+
+def _choice(parts: "_Parts") -> tuple[Verdict, Reason, tuple[str, ...]]:
+    if not parts.scores:
+        return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_OPERANDS, ()
+    chosen = choose(parts.scores)
+    if chosen == (KEEP,):
+        return Verdict.KEEP_HIGH_PRECISION, Reason.CHOSEN, chosen
+    return Verdict.ENABLE if len(chosen) == 1 else Verdict.UNDECIDED, Reason.CHOSEN, chosen
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Steps 5 and 6 before the choice: also computed where nothing is wrong, as what-ifs."""
+
+    component: Component
+    shares: dict[str, float]
+    where: tuple[OperandGroup, ...]
+    named: Mask
+    scores: tuple[CorrectionScore, ...]
+    situation: Situation | None
+
+    @classmethod
+    def of(
+        cls,
+        measured: Measured,
+        weights: Array,
+        thresholds: Thresholds,
+        observed: Mismatch,
+        quantized: dict[Phase, Mask],
+        *,
+        has_symptom: bool,
+    ) -> "_Parts":
+        operands = measured.operands
+        shape = (len(measured.modules), len(FORWARD_ROLES))
+        if operands is None:
+            return cls(Component.NONE, {}, (), np.zeros(shape, dtype=np.bool_), (), None)
+        counted = _counted_operands(measured, quantized)
+        errors = operand_errors(operands, weights)
+        shares = errors.shares(counted)
+        component = name_component(shares, thresholds)
+        named_groups = where(groups(errors, measured.modules, counted, thresholds), component, thresholds)
+        named = np.zeros(shape, dtype=np.bool_)
+        for _, members in named_groups:
+            named |= members
+        situation = Situation(
+            operands=operands,
+            active=_active_corrections(measured),
+            mismatch=observed.per_module if has_symptom else np.full(shape[0], np.nan),
+            gate=observed.gate(thresholds),
+            counted=counted,
+        )
+        scores = score_corrections(situation, weights, named, component, thresholds)
+        return cls(component, shares, tuple(group for group, _ in named_groups), named, tuple(scores), situation)
+
+
+def _counted_operands(measured: Measured, quantized: dict[Phase, Mask]) -> Mask:
+    """[M, R] operands that the run quantizes, by the inferred recipes; all of them where it quantizes nothing."""
+    counted = np.zeros((len(measured.modules), len(FORWARD_ROLES)), dtype=np.bool_)
+    if not any(mask.any() for mask in quantized.values()):
+        return ~counted
+    for phase, mask in quantized.items():
+        recipes = measured.outputs[phase].recipes
+        for m in np.flatnonzero(mask):
+            unknown = recipes[m] == ("none", "none")  # something is off, but no known recipe says which side
+            counted[m] |= [unknown or side != "none" for side in recipes[m]]
+    return counted
+
+
+def _active_corrections(measured: Measured) -> npt.NDArray[np.intp]:
+    """[M, R] index of the what-if that equals what the run does already, -1 where that is the plain quantizer."""
+    active = np.full((len(measured.modules), len(FORWARD_ROLES)), -1, dtype=np.intp)
+    operands = measured.operands
+    sums = measured.outputs.get(Phase.ROLLOUT) or measured.outputs.get(Phase.TRAIN)
+    if operands is None or sums is None:
+        return active
+    for m, recipe in enumerate(sums.recipes):
+        for r, side in enumerate(recipe):
+            name = correction_of(side, operands.rule)
+            if name in operands.corrections:
+                active[m, r] = operands.corrections.index(name)
+    return active
+
+
+def correction_of(recipe_side: str, measured_rule: str) -> str:
+    """The what-if that a side of a recipe amounts to; "" for the plain quantizer of the trace and for `none`.
+
+    `mxfp4+of:0.5` -> `of:0.5`, `mxfp4+floor` -> `rule:floor` (measured under another rule), `nvfp4` -> `nvfp4`.
+    """
+    format, _, how = recipe_side.partition("+")
+    if format in ("", "none") or how == measured_rule:
+        return ""
+    if not how:
+        return format
+    return f"rule:{how}" if how in {rule.value for rule in Rule} else how

@@ -1,0 +1,179 @@
+"""The facts behind a verdict, each with how it came about: measured, predicted, or merely associated."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from mxprobe.schema import Component, Phase, Role
+from mxprobe.trace import Trace
+
+from . import ratios
+from .decision import Decision
+from .measured import Measured
+from .recommendation import Certainty, Coverage, Evidence
+from .thresholds import Thresholds
+from .words import COMPONENT_WORDS, listed, number, percent, place
+
+_TRENDS = {
+    "reward_mean": "reward",
+    "entropy": "entropy",
+    "grad_norm": "gradient norm",
+    "mismatch_logp_abs_mean": "logged |log-probability mismatch|",
+}
+_BACKWARD = (Role.G_DGRAD, Role.W_DGRAD, Role.G_WGRAD, Role.X_WGRAD)
+
+
+def collect(
+    trace: Trace, measured: Measured, decision: Decision, coverage: Coverage, thresholds: Thresholds
+) -> tuple[Evidence, ...]:
+    """All evidence in the order of the verdict's steps."""
+    return (
+        _coverage(coverage),
+        Evidence(
+            "probed_steps",
+            Certainty.MEASURED,
+            f"{measured.n_steps} probed steps",
+            float(measured.n_steps),
+            float(thresholds.min_steps),
+            measured.n_steps >= thresholds.min_steps,
+        ),
+        *_quantized(measured, thresholds),
+        *_mismatch(decision, thresholds),
+        *_fit(decision, thresholds),
+        *_component(decision, thresholds),
+        *_backward(trace.tensors()),
+        *_trends(trace.signals()),
+    )
+
+
+def _coverage(coverage: Coverage) -> Evidence:
+    text = f"{coverage.n_probed} of {coverage.n_modules} modules with weight GEMMs probed"
+    if coverage.flops_frac is None:
+        return Evidence("coverage", Certainty.MEASURED, text + "; their share of the FLOPs is not known")
+    return Evidence(
+        "coverage",
+        Certainty.MEASURED,
+        f"{percent(coverage.flops_frac)} of forward GEMM FLOPs seen ({text})",
+        coverage.flops_frac,
+    )
+
+
+def _quantized(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]:
+    weights = np.ones(measured.n_clusters)
+    for phase, sums in measured.outputs.items():
+        error = sums.realised(weights)
+        seen = error[np.isfinite(error)]
+        if not seen.size:
+            continue
+        recipes = pd.Series([_recipe_words(recipe) for recipe in sums.recipes if recipe != ("", "")])
+        common = [f"{name} in {count}" for name, count in recipes.value_counts().items()]
+        yield Evidence(
+            f"realised_error_{phase}",
+            Certainty.MEASURED,
+            f"{phase}: {int((seen > thresholds.quantized_error).sum())} of {seen.size} modules differ from their "
+            f"high-precision product, median error {number(float(np.median(seen)))}; recipes {listed(common)}",
+            float(np.median(seen)),
+            thresholds.quantized_error,
+            bool((seen > thresholds.quantized_error).any()),
+        )
+
+
+def _recipe_words(recipe: tuple[str, str]) -> str:
+    x, w = recipe
+    return x if x == w else f"x {x}, W {w}"
+
+
+def _mismatch(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
+    seen = decision.mismatch
+    if not seen.n_modules:
+        return
+    gate = seen.gate(thresholds)
+    text = (
+        f"median |realised error in rollout - in training| over {seen.n_modules} Linears is {number(seen.median)}; "
+        f"its floor between probed steps is {number(seen.floor)}"
+    )
+    if seen.n_same_recipe:
+        text += f"; {seen.n_same_recipe} compute the same function on both sides (one exact recipe) and count as 0"
+    yield Evidence("mismatch", Certainty.MEASURED, text, seen.median, gate, seen.is_symptom(thresholds))
+
+
+def _fit(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
+    for each in decision.fits:
+        factor = f"{2.0**each.median_log2:.2f}" if math.isfinite(each.median_log2) else "unbounded"
+        yield Evidence(
+            f"realised_over_predicted_{each.phase}",
+            Certainty.PREDICTED,
+            f"{each.phase}: {each.n_far} of {each.n_quantized} quantized modules are far from what their recipe "
+            f"predicts (median realised/predicted {factor}); {each.n_exact} are reproduced exactly",
+            each.far_share,
+            thresholds.far_share,
+            each.far_share >= thresholds.far_share,
+        )
+
+
+def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
+    if decision.component is Component.NONE:
+        return
+    shares = decision.shares
+    made_on = f"{percent(shares['zeroed'])} made on zeroed elements, {percent(shares['saturated'])} on saturated ones"
+    split = f"scale {shares['scale']:.2f}, deadzone {shares['deadzone']:.2f}, grid {shares['grid']:.2f}"
+    decisive = {Component.DEADZONE: "zeroed", Component.SATURATION: "saturated"}.get(
+        decision.component, decision.component.value
+    )
+    yield Evidence(
+        "component",
+        Certainty.MEASURED,
+        f"output error of quantized operands: {made_on}; remainder split {split}: "
+        f"{COMPONENT_WORDS[decision.component]}",
+        shares.get(decisive),
+        thresholds.component_share,
+        decision.component is not Component.MIXED,
+    )
+    if decision.where:
+        largest = max(group.output_error for group in decision.where)
+        yield Evidence(
+            "where",
+            Certainty.MEASURED,
+            f"it is made in {place(decision.where)}; error up to {number(largest)} of the output's energy",
+            largest,
+        )
+
+
+def _backward(tensors: pd.DataFrame) -> Iterator[Evidence]:
+    rows = tensors[tensors["role"].isin([role.value for role in _BACKWARD])]
+    if rows.empty:
+        return
+    sums = ratios.totals(rows, ["module", "role"])
+    error = ratios.output_ratios(sums)["out_error"].groupby(sums["role"].astype(str)).median()
+    listing = listed(f"{role} {number(float(value))}" for role, value in error.items())
+    yield Evidence(
+        "backward",
+        Certainty.PREDICTED,
+        f"backward operands in this format would put these median errors into their GEMMs: {listing}. Whether the "
+        "run quantizes its backward is not recorded, so this is a what-if and no symptom",
+        float(error.max()),
+    )
+
+
+def _trends(signals: pd.DataFrame) -> Iterator[Evidence]:
+    for metric, words in _TRENDS.items():
+        rows = signals[(signals["metric"] == metric) & np.isfinite(signals["value"])].sort_values("step")
+        if len(rows) < 8:
+            continue
+        quarter = len(rows) // 4
+        first, last = (float(part["value"].mean()) for part in (rows.iloc[:quarter], rows.iloc[-quarter:]))
+        yield Evidence(
+            f"trend_{metric}",
+            Certainty.ASSOCIATED,
+            f"{words} {number(first)} in the first quarter of the steps seen, {number(last)} in the last: a trend in "
+            "one run is no proof of a cause",
+            last,
+        )
+
+
+def phases_seen(measured: Measured) -> str:
+    """`training and rollout`, `training`, ... as seen in `outputs`."""
+    names = {Phase.TRAIN: "training", Phase.ROLLOUT: "rollout"}
+    return listed(names[phase] for phase in measured.outputs)

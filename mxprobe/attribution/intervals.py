@@ -1,0 +1,77 @@
+"""Gain of a correction over clusters: a ratio of sums and its t interval.
+
+    gain = 1 - sum_t w_t N_t / sum_t w_t D_t        N: error with the correction, D: without
+    z_t  = N_t - (1 - gain) D_t                     linearised ratio (delta method)
+    se^2 = sum_t w_t z_t^2 / (n (n - 1)) / mean(D)^2,   n = sum_t w_t
+
+Pairing within a step removes what both have in common, so the interval is about the correction, not the step.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Gain:
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def gain_of(after: Array, before: Array, weights: Array, *, confidence: float = 0.95) -> Gain:
+    """Gain from per-cluster errors `after` and `before` [T] with resampling weights [T].
+
+    Clusters with no error before count nothing. With fewer than two clusters the interval is the whole line.
+    """
+    used = (before > 0) & (weights > 0)
+    w, after, before = weights[used], after[used], before[used]
+    n = float(w.sum())
+    total = float(w @ before)
+    if total <= 0:
+        return Gain(math.nan, -math.inf, math.inf, 0)
+    left = float(w @ after) / total
+    if n < 2:
+        return Gain(1.0 - left, -math.inf, math.inf, int(n))
+    z = after - left * before
+    standard_error = math.sqrt(float(w @ z**2) / (n * (n - 1.0))) / (total / n)
+    half = t_quantile(0.5 + confidence / 2.0, n - 1.0) * standard_error
+    return Gain(1.0 - left, 1.0 - left - half, 1.0 - left + half, int(n))
+
+
+def t_quantile(probability: float, degrees: float) -> float:
+    """Quantile of Student's t for 1 or more degrees of freedom; Cornish-Fisher, within 0.2 % from 4 upwards.
+
+    For 1, 2 and 3 degrees the expansion is poor; there the closed forms, or bisection of one, are used.
+    """
+    if degrees < 4:
+        return _t_quantile_small(probability, round(degrees))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4.0,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96.0,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384.0,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160.0,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
+
+def _t_quantile_small(probability: float, degrees: int) -> float:
+    if degrees <= 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees == 2:
+        a = 4.0 * probability * (1.0 - probability)
+        return 2.0 * (probability - 0.5) * math.sqrt(2.0 / a)
+    low, high = 0.0, 1e3
+    for _ in range(80):
+        middle = (low + high) / 2.0
+        u = middle / math.sqrt(3.0)
+        below = 0.5 + (u / (1.0 + u**2) + math.atan(u)) / math.pi
+        low, high = (middle, high) if below < probability else (low, middle)
+    return (low + high) / 2.0

@@ -1,0 +1,106 @@
+"""The verdict in sentences: the headline, and what would have to be seen for another one."""
+
+from mxprobe.schema import Component, Verdict
+
+from . import words
+from .decision import Decision, Reason
+from .evidence import phases_seen
+from .measured import Measured
+from .thresholds import Thresholds
+
+
+def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> str:
+    """The verdict in one or two sentences that name the place and the correction."""
+    where, component = words.place(decision.where), words.COMPONENT_WORDS[decision.component]
+    match decision.reason:
+        case Reason.NO_ROWS:
+            return "Not enough evidence: the trace holds no realised output errors."
+        case Reason.HIGH_PRECISION:
+            return f"Nothing is quantized here: {phases_seen(measured)} match high precision." + _would(decision)
+        case Reason.FEW_STEPS:
+            return f"Not enough evidence: {measured.n_steps} probed steps, {thresholds.min_steps} are needed."
+        case Reason.ONE_PHASE:
+            return (
+                f"Not enough evidence: only {phases_seen(measured)} was seen, so that training and rollout "
+                "cannot be compared."
+            )
+        case Reason.NO_SYMPTOM:
+            return "None needed: training and rollout agree, whatever their rounding costs."
+        case Reason.FAR:
+            return (
+                "Not explained by MXFP4 rounding: the layers do not compute what their inputs and the trainer's "
+                "weights predict. No correction will mend that."
+            )
+        case Reason.NO_OPERANDS:
+            return "Not enough evidence: rollout and training disagree, but the trace holds no operand statistics."
+        case Reason.CHOSEN:
+            cause = component[0].upper() + component[1:]
+            names = [words.correction_words(name) for name in decision.chosen]
+            if decision.component is Component.MIXED:
+                cause = "Rounding error with no single component"
+            says = f"{cause} in {where} sets rollout and training apart."
+            if decision.verdict is Verdict.UNDECIDED:
+                return f"{says} Undecided between {words.listed(names)}, the favourite first."
+            if decision.verdict is Verdict.KEEP_HIGH_PRECISION:
+                return f"{says} No correction mends it: keep them in high precision."
+            return f"{says} Enable {names[0]} there."
+
+
+def what_would_change(decision: Decision, measured: Measured, thresholds: Thresholds) -> str:
+    """What to measure or see for another verdict."""
+    seen = decision.mismatch
+    match decision.reason:
+        case Reason.NO_ROWS | Reason.FEW_STEPS:
+            return f"Probing at least {thresholds.min_steps} steps: attach for longer, or with a smaller --every."
+        case Reason.HIGH_PRECISION:
+            return "A run in which outputs differ from their high-precision product, in training or in rollout."
+        case Reason.ONE_PHASE:
+            return "A trace that holds both sides: attach to the process that trains and to the one that generates."
+        case Reason.NO_SYMPTOM:
+            return (
+                f"A median mismatch above {words.number(seen.gate(thresholds))} (now {words.number(seen.median)}), or "
+                "log-probabilities of rollout and trainer, which this trace does not hold."
+            )
+        case Reason.FAR:
+            return (
+                f"Fewer than {words.percent(thresholds.far_share)} of the modules far from their prediction. Look "
+                "first at async policy lag and at raw against processed log-probabilities; then at stale or wrong weights in "
+                "the rollout, another rule or format there, and its kernels."
+            )
+        case Reason.NO_OPERANDS:
+            return "Operand statistics: attach to the process that trains."
+        case Reason.CHOSEN:
+            share = {Component.DEADZONE: "zeroed", Component.SATURATION: "saturated"}.get(
+                decision.component, decision.component.value
+            )
+            margin = (
+                f", less than {words.percent(thresholds.component_share)} of the output error as "
+                f"{words.COMPONENT_WORDS[decision.component]} (now {words.percent(decision.shares[share])})"
+                if share in decision.shares
+                else ""
+            )
+            replay = (
+                "A replay of the same prompts under each of them decides between the corrections. "
+                if decision.verdict is Verdict.UNDECIDED
+                else ""
+            )
+            return (
+                f"{replay}Another verdict needs a median mismatch under {words.number(seen.gate(thresholds))} (now "
+                f"{words.number(seen.median)}){margin}, or layers that stop following their prediction."
+            )
+
+
+def _would(decision: Decision) -> str:
+    """What MXFP4 would do to a high-precision run."""
+    if not decision.where:
+        return ""
+    largest = max(group.output_error for group in decision.where)
+    sentence = (
+        f" MXFP4 would put an error of up to {words.number(largest)} of the output's energy into "
+        f"{words.place(decision.where)}, mostly {words.COMPONENT_WORDS[decision.component]} (predicted)."
+    )
+    helpful = [score for score in decision.scores if score.is_eligible and score.tier == 1]
+    if helpful:
+        best = max(helpful, key=lambda score: score.gain)
+        sentence += f" {words.correction_words(best.correction)} would remove {words.percent(best.gain)} of it."
+    return sentence

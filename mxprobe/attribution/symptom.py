@@ -1,0 +1,120 @@
+"""Is anything quantized, do training and rollout disagree, and does rounding explain what the layers do?
+
+Without log-probabilities the mismatch is read off the layers (science, section 8.3a): the median over Linears of
+
+    |realised error in rollout - realised error in training|,
+
+against the change of realised error between neighbouring probed steps of training (its floor: the measure moves
+that much when nothing but the batch does). A Linear whose outputs are reproduced exactly by one and the same
+recipe on both sides computes the same function on both sides, whatever its error: its mismatch is 0 by proof.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mxprobe.schema import Phase
+
+from .measured import Array, Measured, OutputSums, divide
+from .thresholds import Thresholds
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Train/rollout mismatch. Errors are energies relative to the exact product."""
+
+    per_module: Array
+    """[M]; NaN where a module was not seen in both phases."""
+    median: float
+    floor: float
+    n_modules: int
+    n_same_recipe: int
+    """Modules with one exact recipe on both sides."""
+
+    def gate(self, thresholds: Thresholds) -> float:
+        """What the median must exceed to be a symptom."""
+        return max(thresholds.mismatch, thresholds.mismatch_floor_factor * self.floor)
+
+    def is_symptom(self, thresholds: Thresholds) -> bool:
+        return self.n_modules > 0 and self.median > self.gate(thresholds)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Realised against predicted output error of the quantized modules of one phase."""
+
+    phase: Phase
+    n_quantized: int
+    n_far: int
+    n_exact: int
+    median_log2: float
+    """Median log2(realised / predicted); inf where the recipe predicts no error at all."""
+
+    @property
+    def far_share(self) -> float:
+        return self.n_far / self.n_quantized if self.n_quantized else 0.0
+
+
+def quantized_modules(measured: Measured, weights: Array, thresholds: Thresholds) -> dict[Phase, Mask]:
+    """[M] per phase: whose outputs differ from the exact product by more than high precision explains."""
+    return {
+        phase: np.nan_to_num(sums.realised(weights)) > thresholds.quantized_error
+        for phase, sums in measured.outputs.items()
+    }
+
+
+def mismatch(measured: Measured, weights: Array) -> Mismatch:
+    """Compare the two phases module by module; empty (n_modules = 0) when one phase was not seen."""
+    train, rollout = measured.outputs.get(Phase.TRAIN), measured.outputs.get(Phase.ROLLOUT)
+    if train is None or rollout is None:
+        nothing = np.full(len(measured.modules), np.nan)
+        return Mismatch(nothing, float("nan"), float("nan"), 0, 0)
+    difference = np.abs(rollout.realised(weights) - train.realised(weights))
+    same = (
+        train.is_exact
+        & rollout.is_exact
+        & np.array([a == b for a, b in zip(train.recipes, rollout.recipes, strict=True)], dtype=np.bool_)
+    )
+    per_module = np.where(same & np.isfinite(difference), 0.0, difference)
+    seen = np.isfinite(per_module)
+    if not seen.any():
+        return Mismatch(per_module, float("nan"), float("nan"), 0, 0)
+    return Mismatch(
+        per_module=per_module,
+        median=float(np.median(per_module[seen])),
+        floor=_floor(train, weights, seen),
+        n_modules=int(seen.sum()),
+        n_same_recipe=int((same & seen).sum()),
+    )
+
+
+def fit(measured: Measured, weights: Array, thresholds: Thresholds) -> list[Fit]:
+    """One `Fit` per phase in which something is quantized."""
+    found: list[Fit] = []
+    for phase, quantized in quantized_modules(measured, weights, thresholds).items():
+        if not quantized.any():
+            continue
+        sums = measured.outputs[phase]
+        with np.errstate(divide="ignore"):
+            ratio = np.log2(sums.realised(weights)[quantized]) - np.log2(sums.predicted(weights)[quantized])
+        found.append(
+            Fit(
+                phase=phase,
+                n_quantized=int(quantized.sum()),
+                n_far=int((np.abs(ratio) > thresholds.far_log2).sum()),
+                n_exact=int(sums.is_exact[quantized].sum()),
+                median_log2=float(np.median(ratio)),
+            )
+        )
+    return found
+
+
+def _floor(train: OutputSums, weights: Array, seen: Mask) -> float:
+    """Median over modules of the median change of realised error between neighbouring probed training steps."""
+    error = divide(train.realised2, train.ref2)[weights > 0][:, seen]
+    changes = np.abs(np.diff(error, axis=0))
+    per_module = [float(np.median(column[np.isfinite(column)])) for column in changes.T if np.isfinite(column).any()]
+    return float(np.median(per_module)) if per_module else 0.0

@@ -1,0 +1,117 @@
+"""From a trace to a recommendation: the decision, its stability, its reasons and its words."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from mxprobe.schema import Phase
+from mxprobe.trace import Trace
+from mxprobe_kernels.formats import Rule
+
+from . import evidence, words
+from .agreement import resample_agreement, with_held_out_gains
+from .coverage import coverage_of
+from .decision import Decision, decide
+from .measured import Measured, measure
+from .recommendation import CorrectionScore, Recommendation, Snippet
+from .sentences import headline, what_would_change
+from .snippets import FRAMEWORKS, Emulated, snippet_for
+from .symptom import quantized_modules
+from .thresholds import Thresholds
+
+
+def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: str | None = None) -> Recommendation:
+    """Judge a trace by the order of science section 8.
+
+    Args:
+        trace: an open trace, complete or not.
+        thresholds: gates to use in place of the defaults.
+        framework: whose knob the snippet uses; by default the one found in the trace.
+
+    Raises:
+        UsageError: no snippets for that framework.
+        TraceError: a table cannot be read.
+    """
+    thresholds = thresholds or Thresholds()
+    measured = measure(trace)
+    decision = decide(measured, np.ones(measured.n_clusters), thresholds)
+    scores = with_held_out_gains(measured, decision, decide, thresholds)
+    coverage = coverage_of(trace.modules())
+    return Recommendation(
+        verdict=decision.verdict,
+        headline=headline(decision, measured, thresholds),
+        component=decision.component,
+        shares=decision.shares,
+        where=decision.where,
+        chosen=decision.chosen,
+        corrections=_ordered(scores, decision.chosen),
+        evidence=evidence.collect(trace, measured, decision, coverage, thresholds),
+        agreement=resample_agreement(measured, decision, decide, thresholds),
+        coverage=coverage,
+        thresholds=thresholds,
+        what_would_change=what_would_change(decision, measured, thresholds),
+        snippet=_snippet(trace, measured, decision, thresholds, framework),
+        caveats=tuple(_caveats(trace, measured, decision)),
+    )
+
+
+def _ordered(scores: tuple[CorrectionScore, ...], chosen: tuple[str, ...]) -> tuple[CorrectionScore, ...]:
+    def key(score: CorrectionScore) -> tuple[int, int, float]:
+        first = chosen.index(score.correction) if score.correction in chosen else len(chosen)
+        return first, score.tier, -score.gain if math.isfinite(score.gain) else math.inf
+
+    return tuple(sorted(scores, key=key))
+
+
+def _snippet(
+    trace: Trace, measured: Measured, decision: Decision, thresholds: Thresholds, framework: str | None
+) -> Snippet | None:
+    if framework is None:
+        found = trace.signals()["framework"].dropna().astype(str)
+        framework = next((name for name in found.unique() if name in FRAMEWORKS), "torch")
+    if not decision.chosen:
+        return None
+    quantized = quantized_modules(measured, np.ones(measured.n_clusters), thresholds)
+    train = quantized.get(Phase.TRAIN)
+    counted = decision.situation.counted if decision.situation else np.ones((1, 2), dtype=np.bool_)
+    emulated = Emulated(
+        x=bool(counted[:, 0].any()),
+        w=bool(counted[:, 1].any()),
+        rollout_only=train is not None and not train.any(),
+    )
+    return snippet_for(decision.chosen[0], decision.where, framework, emulated)
+
+
+def _caveats(trace: Trace, measured: Measured, decision: Decision) -> list[str]:
+    said = [
+        "The mismatch is read from layer outputs: this trace holds no log-probabilities of rollout and trainer.",
+        "Layers are weighted by their relative output error; how sensitive the loss is to each is not measured yet.",
+        "Intervals and agreement treat probed steps as independent; training drifts, so they are somewhat narrow.",
+        "Costs are estimates from operation counts, not measurements on this device.",
+    ]
+    operands = measured.operands
+    if operands is not None:
+        if operands.phase is Phase.TRAIN and Phase.ROLLOUT in measured.outputs:
+            said.append(
+                "Operands were decomposed in the training forward; the rollout sees the same layers, other tokens."
+            )
+        said.extend(_rule_caveats(operands.rule, measured.outputs))
+        sampled = trace.tensors()["sampled_frac"].min()
+        if sampled < 1.0:
+            said.append(f"Rows and features were sampled, down to {words.percent(float(sampled))} of a tensor.")
+    if any(name.startswith("of:") for name in decision.chosen):
+        said.append(
+            "Alpha of the outlier fallback was chosen by output error, which always prefers 1; the paper's 0.5 comes "
+            "from rollout drift and accuracy."
+        )
+    return [*said, *trace.problems]
+
+
+def _rule_caveats(rule: str, outputs: Mapping[Phase, object]) -> list[str]:
+    if rule not in {known.value for known in Rule} or Rule(rule).covers_amax or not outputs:
+        return []
+    return [
+        f"Under the scale rule {rule} the scale can be smaller than the ideal one: the components are then not "
+        "orthogonal, and saturation is reported beside them."
+    ]

@@ -1,0 +1,69 @@
+"""Words for roles, components and corrections, the same in the terminal, in the report and in JSON."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from mxprobe.schema import Component, Role
+from mxprobe_kernels.formats import Correction, CorrectionKind
+
+from .recommendation import OperandGroup
+
+ROLE_WORDS: dict[Role, str] = {
+    Role.X_FWD: "inputs",
+    Role.W_FWD: "weights",
+    Role.G_DGRAD: "output gradients (dgrad)",
+    Role.W_DGRAD: "weights (dgrad)",
+    Role.G_WGRAD: "output gradients (wgrad)",
+    Role.X_WGRAD: "inputs (wgrad)",
+}
+COMPONENT_WORDS: dict[Component, str] = {
+    Component.SCALE: "scale bias",
+    Component.DEADZONE: "deadzone",
+    Component.GRID: "grid noise",
+    Component.SATURATION: "saturation",
+    Component.MIXED: "no single component",
+    Component.NONE: "no component",
+}
+
+
+def correction_words(correction: str) -> str:
+    """`of:0.5` -> `outlier fallback (alpha 0.5)`."""
+    parsed = Correction.parse(correction)
+    parameter = parsed.parameter
+    return {
+        CorrectionKind.RULE: f"scale rule {parameter}",
+        CorrectionKind.MACRO_BLOCK_SCALING: f"macro-block scaling ({parameter})",
+        CorrectionKind.OUTLIER_FALLBACK: f"outlier fallback (alpha {parameter})",
+        CorrectionKind.HADAMARD: f"random Hadamard rotation ({parameter})",
+        CorrectionKind.NVFP4: "NVFP4",
+        CorrectionKind.MXFP8: "MXFP8",
+        CorrectionKind.KEEP_HIGH_PRECISION: "high precision",
+    }[parsed.kind]
+
+
+def listed(items: Iterable[str], *, last: str = "and", limit: int = 12) -> str:
+    """`a, b and c`; beyond the limit, `a, b and 7 more`."""
+    names = list(items)
+    if len(names) > limit:
+        names = [*names[: limit - 1], f"{len(names) - limit + 1} more"]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}" if names else "nothing"
+
+
+def place(where: Sequence[OperandGroup]) -> str:
+    """`the inputs of q_proj and k_proj, and the weights of o_proj`."""
+    by_role: dict[Role, list[str]] = {}
+    for group in where:
+        by_role.setdefault(group.role, []).append(group.module_kind)
+    phrases = [f"the {ROLE_WORDS[role]} of {listed(kinds)}" for role, kinds in by_role.items()]
+    return ", and ".join(phrases)
+
+
+def percent(share: float) -> str:
+    return "unknown" if not math.isfinite(share) else f"{100.0 * share:.0f} %"
+
+
+def number(value: float) -> str:
+    """Three digits, without an exponent where that is readable."""
+    if math.isnan(value):
+        return "unknown"
+    return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}"
