@@ -18,21 +18,28 @@ Standard library only and Python 3.9 syntax: the agent ships this file.
                           detach    {}
     client -> controller  status    {}            -> status {...}
                           detach    {}            -> detached {...}
+    controller -> listener  connect {socket, archive, token}   -> connected {} | failed {reason, detail}
+
+The listener is the job's own socket (`mxprobe.listener`), where there is one: there the controller connects, and
+the process is asked to load the agent.
 """
 
 import json
 import socket
 import struct
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional
 
 from mxprobe_kernels.formats import DEFAULT_WHATIFS
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-VERBS = frozenset({"hello", "attach", "attached", "failed", "batch", "ack", "ping", "status", "detach", "detached"})
+VERBS = frozenset(
+    {"hello", "attach", "attached", "failed", "batch", "ack", "ping", "status", "detach", "detached"}
+    | {"connect", "connected"}
+)
 
-Frame = Dict[str, Any]
+Frame = dict[str, Any]
 
 
 class ProtocolError(Exception):
@@ -47,12 +54,12 @@ class AgentConfig:
     """Probe every N-th optimizer step (X, G, realised output error)."""
     weights_every: int = 200
     """Decompose W every N-th optimizer step (a multiple of `every` is probed together with it)."""
-    layers: Tuple[str, ...] = ("*",)
+    layers: tuple[str, ...] = ("*",)
     """Globs over module names; a module is probed if one matches."""
     format: str = "mxfp4"
     rule: str = "rceil"
     """Rule of the hypothetical quantizer in `tensors` and `whatif`; the run's own is inferred, see `outputs`."""
-    whatifs: Tuple[str, ...] = DEFAULT_WHATIFS
+    whatifs: tuple[str, ...] = DEFAULT_WHATIFS
     max_rows: int = 512
     """Rows of X and G measured per module and probed step; more are sampled."""
     max_features: int = 4096
@@ -64,16 +71,17 @@ class AgentConfig:
     error_budget: int = 20
     """Swallowed exceptions after which the agent takes itself off."""
 
-    def to_json(self) -> Dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Dict[str, Any]) -> "AgentConfig":
+    def from_json(cls, data: dict[str, Any]) -> "AgentConfig":
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
             raise ProtocolError(f"unknown config keys: {', '.join(unknown)}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+        return cls(**values)
 
 
 def encode(frame: Frame) -> bytes:

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 from mxprobe.attach.elf import PAGE_BYTES, ImageError, Mapping, PythonImage, find_python, read_maps
 from mxprobe.attach.ptrace import Registers, Tracee, TraceeGone, block_interactive_signals
 
-_FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "Py_IsInitialized")
+FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "Py_IsInitialized")
 _SYSCALL = b"\x0f\x05"
 _SYS_MMAP = 9
 _PROT_READ_WRITE = 3
@@ -54,7 +54,7 @@ class InjectError(Exception):
 def inject(pid: int, statement: str) -> dict[str, Any]:
     """Queue the statement. Returns {image, pause_ms, tries}; InjectError, ImageError or OSError otherwise."""
     maps = read_maps(pid)
-    image = find_python(pid, maps, _FUNCTIONS)
+    image = find_python(pid, maps, FUNCTIONS)
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         gate = _syscall_instruction(memory, maps)
         tracee = _seize(pid)

@@ -146,6 +146,11 @@ REFUSALS: dict[str, Words] = {
         "a damaged installation, or a Python whose standard library is incomplete",
         "reinstall mxprobe; if that does not help, report it with the output of `mxprobe doctor`",
     ),
+    "interrupted": Words(
+        "Stopped before process {pid} was attached.",
+        "an interrupt, or `mxprobe detach`, came first",
+        "nothing was changed in the process and no trace was written",
+    ),
     "agent_lost": Words(
         "The agent in process {pid} went away before it was attached{after_detail}.",
         "the process ended, forked and replaced itself, or the agent gave up",

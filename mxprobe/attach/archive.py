@@ -1,0 +1,43 @@
+"""The agent as one file: a zip of the shipped modules, from which the loader imports them inside the process."""
+
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import mxprobe
+import mxprobe_kernels
+
+_TOP_LEVEL = ("__init__", "_version", "schema", "protocol")
+
+
+def shipped_files() -> dict[str, bytes]:
+    """Path in the archive -> source: mxprobe's shipped modules, the agent, and the torch path of the kernels."""
+    probe = Path(mxprobe.__file__).parent
+    kernels = Path(mxprobe_kernels.__file__).parent
+    sources = [probe / f"{name}.py" for name in _TOP_LEVEL] + sorted((probe / "agent").rglob("*.py"))
+    files = {f"mxprobe/{path.relative_to(probe).as_posix()}": path.read_bytes() for path in sources}
+    files |= {
+        f"mxprobe_kernels/{name}.py": (kernels / f"{name}.py").read_bytes() for name in mxprobe_kernels.SHIPPED_MODULES
+    }
+    return files
+
+
+def write_archive(path: Path, files: Mapping[str, bytes] | None = None) -> None:
+    """Write the archive, readable by its owner only; FileExistsError if anything is there already.
+
+    Stored, not compressed: an interpreter built without zlib can read it. `modules.txt` lists what the loader
+    imports at once, so that nothing is read from disk in the middle of a training step.
+    """
+    members = dict(shipped_files() if files is None else files)
+    members["loader.py"] = Path(__file__).with_name("loader.py").read_bytes()
+    members["version.txt"] = mxprobe.__version__.encode()
+    members["modules.txt"] = "\n".join(sorted(_module_name(name) for name in members if "/" in name)).encode()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def _module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

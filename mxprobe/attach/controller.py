@@ -1,0 +1,390 @@
+"""One attachment from outside: get the agent in, record what it sends, get it out again, leave a closed trace.
+
+Phases, each ended by an event or its timeout: *entering* (until the agent's hello), *observing* (until it has seen a
+step and is attached), *recording*, *leaving*. Before recording anything that goes wrong is a refusal; after that the
+trace is closed properly whatever happens.
+"""
+
+import queue
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mxprobe.attach.archive import write_archive
+from mxprobe.attach.entry import Entry, enter
+from mxprobe.attach.process import Process, check_attachable, main_thread_activity
+from mxprobe.attach.progress import Progress
+from mxprobe.attach.recorder import TraceRecorder, check_free
+from mxprobe.attach.refusals import refuse
+from mxprobe.attach.rundir import RunDirectory
+from mxprobe.attach.server import (
+    AgentGone,
+    AgentHello,
+    AgentSaid,
+    ClientAsked,
+    ControlServer,
+    Event,
+    Peer,
+    Signalled,
+    WriteFailed,
+)
+from mxprobe.errors import AttachError, MxprobeError
+from mxprobe.protocol import AgentConfig, Frame
+
+_TICK_S = 0.25
+_PING_EVERY_S = 1.0
+_ASK_STATUS_EVERY_S = 5.0
+_STATUS_ANSWER_S = 1.0
+_OBSERVE_MARGIN_S = 15.0
+_LEAVE_TIMEOUT_S = 60.0
+_GOODBYE_S = 5.0
+_EXIT_GRACE_S = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class AttachOptions:
+    """What `mxprobe attach` was asked for."""
+
+    directory: Path
+    config: AgentConfig = field(default_factory=AgentConfig)
+    duration_s: float | None = None
+    """Leave after so long; None means until told to."""
+    command_line: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attachment ended: `detached`, `interrupted`, `duration`, `target_exited`, `agent_lost`, or the agent's
+    own reason."""
+
+    reason: str
+    directory: Path
+    n_rows: int
+    steps: int | None
+
+
+class Controller:
+    """`run` does it all, in the calling thread. Signals end it in order when that is the main thread."""
+
+    def __init__(
+        self,
+        process: Process,
+        options: AttachOptions,
+        progress: Progress,
+        *,
+        on_attached: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._process = process
+        self._options = options
+        self._progress = progress
+        self._on_attached = on_attached
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._recorder = TraceRecorder(options.directory)
+        self._phase = "entering"
+        self._entry: Entry | None = None
+        self._agent: Peer | None = None
+        self._hello: Frame = {}
+        self._attached: Frame | None = None
+        self._detached: Frame | None = None
+        self._agent_status: dict[str, Any] = {}
+        self._ending: str | None = None
+        self._hurry = False
+        self._error: MxprobeError | None = None
+        self._waiting_for_status: list[tuple[float, Peer]] = []
+        self._waiting_for_end: list[Peer] = []
+        self._last_ping = self._last_asked = self._died_at = float("-inf")
+        self._started_ns = 0
+
+    def run(self) -> Outcome:
+        """Attach, record, detach. AttachError if it did not come to recording; TraceError if the disk refused."""
+        check_attachable(self._process)
+        check_free(self._options.directory)
+        run_directory = RunDirectory.create(self._process)
+        server: ControlServer | None = None
+        try:
+            with self._signals():
+                token = secrets.token_hex(16)
+                server = ControlServer(
+                    run_directory.control_socket,
+                    token=token,
+                    pid=self._process.pid,
+                    events=self._events,
+                    on_batch=self._recorder.write,
+                )
+                try:
+                    self._get_in(run_directory, token)
+                    self._observe()
+                except AttachError:
+                    self._let_go()
+                    raise
+                self._record()
+                self._leave()
+                return self._finish()
+        finally:
+            self._recorder.close(self._ending or "failed")
+            self._answer_the_end()
+            if self._agent is not None:
+                self._agent.close()
+            if server is not None:
+                server.close()
+            run_directory.close()
+            self._progress.close()
+
+    # Phases
+
+    def _get_in(self, run_directory: RunDirectory, token: str) -> None:
+        pid, patience_s = self._process.pid, self._options.config.step_timeout_s
+        write_archive(run_directory.archive)
+        started = time.monotonic()
+        entry = self._entry = enter(self._process, run_directory, token)
+
+        def say_queued() -> None:
+            if time.monotonic() - started > 1.0:
+                self._progress.show(f"queued: the main thread of {pid} is {main_thread_activity(pid)}")
+
+        if not self._until(lambda: self._agent is not None, patience_s, say_queued):
+            raise refuse("no_ack", pid, main_thread_activity(pid), seconds=patience_s)
+        self._recorder.update_run(
+            mechanism=entry.mechanism,
+            pause_ms=entry.pause_ms,
+            attach_latency_ms=(time.monotonic() - started) * 1e3,
+        )
+
+    def _observe(self) -> None:
+        self._phase = "observing"
+        pid, config = self._process.pid, self._options.config
+        self._say_to_agent({"verb": "attach", "config": config.to_json()})
+        waiting = f"in process {pid}; waiting for its next optimizer step or generation"
+        if not self._until(
+            lambda: self._attached is not None,
+            2 * config.step_timeout_s + _OBSERVE_MARGIN_S,  # the agent waits for a step, then for generation
+            lambda: self._progress.show(waiting),
+        ):
+            raise refuse("no_step", pid, seconds=config.step_timeout_s)
+
+    def _record(self) -> None:
+        self._phase = "recording"
+        attached, process, options = self._attached or {}, self._process, self._options
+        self._started_ns = time.time_ns()
+        hello = {key: value for key, value in self._hello.items() if key not in ("verb", "token", "argv")}
+        self._recorder.rank = int(hello.get("rank") or 0)
+        self._recorder.update_run(
+            target={**hello, "pid": process.pid, "cmdline": list(process.command_line)},
+            config=options.config.to_json(),
+            command_line=list(options.command_line),
+            started_ns=self._started_ns,
+            role=attached.get("role"),
+            roots=attached.get("roots"),
+            attached_step=attached.get("step"),
+        )
+        self._recorder.open()
+        self._progress.say(
+            f"attached to {process.pid} ({process.name}) by {self._mechanism}"
+            f", role {attached.get('role', 'unknown')}; writing {options.directory}"
+        )
+        self._on_attached()
+        self._until(lambda: self._ending is not None, options.duration_s, self._show_recording)
+        self._ending = self._ending or "duration"
+
+    def _leave(self) -> None:
+        self._phase = "leaving"
+        if self._agent is not None and self._detached is None:
+            self._say_to_agent({"verb": "detach"})
+            self._progress.show("detaching at the next step")
+            self._until(self._is_out, _LEAVE_TIMEOUT_S)
+        if self._detached is not None:
+            self._until(lambda: self._agent is None, _GOODBYE_S)
+
+    def _let_go(self) -> None:
+        """Refused after the agent came in: have it leave now rather than when its lease runs out."""
+        self._phase = "leaving"
+        if self._agent is not None:
+            self._say_to_agent({"verb": "detach"})
+            self._until(self._is_out, _GOODBYE_S)
+
+    def _finish(self) -> Outcome:
+        detached = {key: value for key, value in (self._detached or {}).items() if key != "verb"}
+        self._recorder.update_run(agent={**self._agent_status, **detached})
+        reason = self._ending or "detached"
+        self._recorder.close(reason)
+        if self._error is not None:
+            raise self._error
+        steps = detached.get("steps")
+        return Outcome(reason, self._options.directory, self._recorder.n_rows, steps)
+
+    # Events
+
+    def _until(
+        self, done: Callable[[], bool], timeout_s: float | None, tick: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Handle events until `done`, or an end before recording (raised), or the timeout (False)."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not done():
+            now = time.monotonic()
+            if self._hurry or (deadline is not None and now >= deadline):
+                return False
+            wait_s = _TICK_S if deadline is None else min(_TICK_S, deadline - now)
+            with suppress(queue.Empty):
+                self._handle(self._events.get(timeout=wait_s))
+            self._check_target()
+            self._keep_in_touch()
+            if self._phase in ("entering", "observing") and self._ending is not None:
+                raise self._refusal_before_recording()
+            tick()
+        return True
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case AgentHello(agent, frame):
+                self._agent, self._hello = agent, frame
+            case AgentSaid(frame):
+                self._hear(frame)
+            case AgentGone(detail):
+                self._agent = None
+                if self._detached is None:
+                    alive = self._process.is_same_and_alive()
+                    self._end("agent_lost" if alive else "target_exited", detail)
+            case WriteFailed(error):
+                self._error = error
+                self._end("write_failed", str(error))
+            case ClientAsked(client, verb):
+                self._serve_client(client, verb)
+            case Signalled(_):
+                self._hurry = self._ending is not None and self._phase == "leaving"
+                self._end("interrupted", "")
+
+    def _hear(self, frame: Frame) -> None:
+        match frame["verb"]:
+            case "attached":
+                self._attached = frame
+            case "status":
+                self._agent_status = {key: value for key, value in frame.items() if key != "verb"}
+                self._answer_status(everyone=True)
+            case "detached":
+                self._detached = frame
+                self._end(str(frame.get("reason") or "agent_left"), "")
+            case "failed":
+                reason, detail = str(frame.get("reason")), str(frame.get("detail", ""))
+                self._end(reason, detail)
+            case _:
+                pass  # a verb for the other direction: nothing to do
+
+    def _end(self, reason: str, detail: str) -> None:
+        if self._ending is None:
+            self._ending, self._ending_detail = reason, detail
+
+    def _refusal_before_recording(self) -> AttachError:
+        reason, pid = self._ending or "", self._process.pid
+        if reason == "target_exited":
+            return refuse("exited", pid, "while it was being attached")
+        if reason == "detached":
+            reason = "interrupted"
+        return refuse(reason, pid, self._ending_detail, seconds=self._options.config.step_timeout_s)
+
+    def _check_target(self) -> None:
+        if self._agent is None and self._phase != "entering":
+            return
+        if self._process.is_same_and_alive():
+            self._died_at = float("-inf")
+        elif self._died_at < 0:
+            self._died_at = time.monotonic()
+        elif time.monotonic() - self._died_at > _EXIT_GRACE_S:
+            # The connection normally ends first; a forked child that still holds it would keep it open.
+            self._agent = None
+            self._end("target_exited", "")
+
+    def _keep_in_touch(self) -> None:
+        now = time.monotonic()
+        if self._phase != "entering" and now - self._last_ping >= _PING_EVERY_S:  # the agent's first frame is attach
+            self._last_ping = now
+            self._say_to_agent({"verb": "ping"})
+        if self._phase == "recording" and now - self._last_asked >= _ASK_STATUS_EVERY_S:
+            self._last_asked = now
+            self._say_to_agent({"verb": "status"})
+        self._answer_status(everyone=False)
+
+    def _say_to_agent(self, frame: Frame) -> None:
+        if self._agent is not None:
+            self._agent.send(frame)
+
+    def _is_out(self) -> bool:
+        return self._agent is None or self._detached is not None
+
+    # Clients
+
+    def _serve_client(self, client: Peer, verb: str) -> None:
+        if verb == "detach":
+            self._waiting_for_end.append(client)
+            self._end("detached", "")
+            return
+        self._waiting_for_status.append((time.monotonic() + _STATUS_ANSWER_S, client))
+        if self._phase == "recording" and self._agent is not None:
+            self._say_to_agent({"verb": "status"})
+        else:
+            self._answer_status(everyone=True)
+
+    def _answer_status(self, *, everyone: bool) -> None:
+        now = time.monotonic()
+        due = [client for deadline, client in self._waiting_for_status if everyone or now >= deadline]
+        self._waiting_for_status = [item for item in self._waiting_for_status if item[1] not in due]
+        for client in due:
+            client.send({"verb": "status", **self.status()})
+
+    def _answer_the_end(self) -> None:
+        self._answer_status(everyone=True)
+        for client in self._waiting_for_end:
+            client.send(
+                {
+                    "verb": "detached",
+                    "reason": self._ending,
+                    "directory": str(self._options.directory.absolute()),
+                    "n_rows": self._recorder.n_rows,
+                    "steps": (self._detached or {}).get("steps"),
+                    "recorded": self._started_ns > 0,
+                }
+            )
+
+    def status(self) -> dict[str, Any]:
+        """What `mxprobe status` shows. `agent` is what the agent last said of itself."""
+        return {
+            "pid": self._process.pid,
+            "name": self._process.name,
+            "phase": self._phase,
+            "mechanism": self._mechanism,
+            "role": (self._attached or {}).get("role"),
+            "directory": str(self._options.directory.absolute()),
+            "attached_s": (time.time_ns() - self._started_ns) / 1e9 if self._started_ns else None,
+            "last_step": self._recorder.last_step,
+            "n_batches": self._recorder.n_batches,
+            "n_rows": self._recorder.n_rows,
+            "agent": self._agent_status,
+        }
+
+    @property
+    def _mechanism(self) -> str | None:
+        return self._entry.mechanism if self._entry else None
+
+    def _show_recording(self) -> None:
+        seconds = (time.time_ns() - self._started_ns) / 1e9
+        step = "" if self._recorder.last_step is None else f" · step {self._recorder.last_step}"
+        self._progress.show(f"recording {self._process.pid}{step} · {self._recorder.n_rows} rows · {seconds:.0f} s")
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        """Signals become events (SimpleQueue.put may be called in a handler), and are as before afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, lambda n, _: self._events.put(Signalled(n))) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,181 @@
+"""The private directory of one attachment: `BASE/mxprobe-UID/PID.START/` with control socket and archive.
+
+Its owner holds a lock on it for as long as it lives, so a directory whose lock is free is a leftover and is removed.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mxprobe.attach.process import Process, look_up
+from mxprobe.attach.refusals import refuse
+from mxprobe.errors import AttachError
+from mxprobe.listener import base_directories, is_private, private_directory
+
+_LOCK = "lock"
+_SOCKET = "control.sock"
+_UNFINISHED = ".new-"
+_UNFINISHED_S = 60.0
+_LONGEST_NAME_BYTES = 48  # "/4194304.18446744073709551615/control.sock"
+
+
+class RunDirectory:
+    """Made by `create`, removed by `close`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @property
+    def control_socket(self) -> Path:
+        return self.path / _SOCKET
+
+    @property
+    def archive(self) -> Path:
+        return self.path / "agent.zip"
+
+    @classmethod
+    def create(cls, process: Process) -> "RunDirectory":
+        """A fresh directory for that process. AttachError `already_attached` while another one is in use."""
+        clean_stale()
+        parent = Path(private_directory(os.environ, reserve_bytes=_LONGEST_NAME_BYTES))
+        if _find(process) is not None:
+            raise refuse("already_attached", process.pid)
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
+        lock = _try_lock(unfinished, create=True)
+        final = parent / _name(process)
+        try:
+            if lock is None:
+                raise OSError("a lock just made is taken")
+            unfinished.rename(final)
+        except OSError:
+            if lock is not None:
+                os.close(lock)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise refuse("already_attached", process.pid) from None
+        return cls(final, lock)
+
+    def visible_to(self, process: Process) -> bool:
+        """True if the process, in its own mount namespace and root, finds this very directory at this path."""
+        try:
+            there, here = os.stat(f"/proc/{process.pid}/root{self.path}"), self.path.stat()
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+
+def attached() -> list[tuple[int, Path]]:
+    """(PID, control socket) of every attachment of this user that has a living controller."""
+    found: dict[int, Path] = {}
+    for directory in _directories():
+        if _in_use(directory):
+            found.setdefault(int(directory.name.partition(".")[0]), directory / _SOCKET)
+    return sorted(found.items())
+
+
+def control_socket_of(pid: int) -> Path | None:
+    """The control socket of the attachment to that process, or None if there is none."""
+    try:
+        directory = _find(look_up(pid))
+    except AttachError:
+        return next((path for attached_pid, path in attached() if attached_pid == pid), None)
+    return None if directory is None else directory / _SOCKET
+
+
+def clean_stale() -> list[Path]:
+    """Remove what controllers and listeners that were killed left behind; returns what was removed."""
+    removed: list[Path] = []
+    for directory in _directories(unfinished=True):
+        lock = _try_lock(directory)
+        if lock is None and not _abandoned(directory):
+            continue
+        shutil.rmtree(directory, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        removed.append(directory)
+    for parent in _parents(os.environ):
+        for listener in parent.glob("*.listen.sock"):
+            if not Path("/proc", listener.name.partition(".")[0]).exists():
+                with contextlib.suppress(OSError):
+                    listener.unlink()
+                    removed.append(listener)
+    return removed
+
+
+def listener_socket_of(process: Process) -> Path | None:
+    """The socket on which the job itself listens, wherever its environment or ours would have put it."""
+    for environ in (process.environ, os.environ):
+        for parent in _parents(environ):
+            path = parent / f"{process.inner_pid}.listen.sock"
+            if path.is_socket():
+                return path
+    return None
+
+
+def _name(process: Process) -> str:
+    return f"{process.pid}.{process.start_ticks}"
+
+
+def _find(process: Process) -> Path | None:
+    for environ in (os.environ, process.environ):
+        for parent in _parents(environ):
+            if _in_use(parent / _name(process)):
+                return parent / _name(process)
+    return None
+
+
+def _parents(environ: Mapping[str, str]) -> Iterator[Path]:
+    for base in base_directories(environ):
+        parent = os.path.join(base, f"mxprobe-{os.getuid()}")
+        if is_private(parent):
+            yield Path(parent)
+
+
+def _directories(*, unfinished: bool = False) -> Iterator[Path]:
+    for parent in dict.fromkeys(_parents(os.environ)):
+        for entry in sorted(parent.iterdir()):
+            named = entry.name.partition(".")[0].isdigit() and not entry.name.endswith(".sock")
+            if entry.is_dir() and (named or (unfinished and entry.name.startswith(_UNFINISHED))):
+                yield entry
+
+
+def _in_use(directory: Path) -> bool:
+    lock = _try_lock(directory)
+    if lock is not None:
+        os.close(lock)
+        return False
+    return (directory / _LOCK).exists()
+
+
+def _abandoned(directory: Path) -> bool:
+    """True for a directory whose maker was killed before it had a lock."""
+    try:
+        old = time.time() - directory.stat().st_mtime > _UNFINISHED_S
+    except OSError:
+        return False
+    return old and not (directory / _LOCK).exists()
+
+
+def _try_lock(directory: Path, *, create: bool = False) -> int | None:
+    """A descriptor that holds the directory's lock, or None if another holds it or there is no lock file."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+    try:
+        descriptor = os.open(directory / _LOCK, flags, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

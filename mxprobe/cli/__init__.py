@@ -1,0 +1,61 @@
+"""The command line: one module per command, imported when it is called; errors become words and exit codes here.
+
+Exit codes: 0 ok, 1 a checked threshold is breached, 2 usage, 3 no or bad trace, 4 could not attach.
+"""
+
+import importlib
+from typing import Any
+
+import click
+
+from mxprobe._version import __version__
+from mxprobe.errors import MxprobeError
+
+# Name -> what `--help` says, so that listing the commands imports none of them.
+COMMANDS: dict[str, str] = {
+    "attach": "Attach to a running training process and record a trace.",
+    "detach": "Take the probe off a process; its trace is closed.",
+    "status": "Show what is attached, and how it is doing.",
+    "run": "Start a job that can be attached without ptrace.",
+    "report": "Write a trace as one offline HTML page.",
+    "recommend": "Give the verdict, its evidence and a correction.",
+    "demo": "Attach to a real GRPO run on this machine, start to end.",
+    "doctor": "Say which ways of attaching work here, and why not.",
+}
+
+
+class LazyGroup(click.Group):
+    """Loads `mxprobe.cli.NAME.command` on first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(f"mxprobe.cli.{cmd_name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MxprobeError as error:
+            click.echo(f"mxprobe: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mxprobe")
+def main() -> None:
+    """Find out why MXFP4 hurts a live RL run, and which correction to switch on.
+
+    Attach to the training process by its PID, let it run for a while, detach, and ask for the verdict:
+
+    \b
+      mxprobe attach 12345 -o run.mxprobe
+      mxprobe detach 12345
+      mxprobe recommend run.mxprobe
+    """

@@ -1,0 +1,55 @@
+"""`mxprobe status [PID]`."""
+
+import json
+from typing import Any
+
+import click
+
+from mxprobe.errors import AttachError
+
+_TIMEOUT_S = 10.0
+
+
+@click.command("status")
+@click.argument("pid", type=click.IntRange(min=1), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead.")
+def command(pid: int | None, as_json: bool) -> None:
+    """Show what is attached: where the trace goes, at which step it is, what it costs, what was lost."""
+    from mxprobe.attach.client import ask
+    from mxprobe.attach.rundir import attached, control_socket_of
+
+    if pid is None:
+        sockets = [path for _, path in attached()]
+    else:
+        path = control_socket_of(pid)
+        sockets = [] if path is None else [path]
+    answers = [answer for path in sockets if (answer := ask(path, "status", timeout_s=_TIMEOUT_S)) is not None]
+    if pid is not None and not answers:
+        raise AttachError(
+            "not_attached",
+            f"Process {pid} is not attached.",
+            cause="it never was, it was detached already, or another user attached to it",
+            remedy="`mxprobe status` lists what is attached; `mxprobe attach` attaches",
+        )
+    if as_json:
+        click.echo(json.dumps(answers, indent=2))
+    elif not answers:
+        click.echo("nothing is attached", err=True)
+    for answer in [] if as_json else answers:
+        click.echo(_lines(answer))
+
+
+def _lines(status: dict[str, Any]) -> str:
+    agent = status["agent"]
+    lines = [f"{status['pid']}  {status['name']}  {status['phase']}"]
+    if status["attached_s"] is not None:
+        role = status["role"] or "unknown"
+        lines.append(f"  attached   {status['attached_s']:.0f} s by {status['mechanism']}, role {role}")
+    lines.append(f"  trace      {status['directory']}")
+    if status["last_step"] is not None:
+        lines.append(f"  recorded   up to step {status['last_step']}, {status['n_rows']} rows")
+    if agent.get("step_ns"):
+        lines.append(f"  overhead   {agent['probe_ns'] / agent['step_ns']:.2%} of the step time in our hooks")
+    if agent:
+        lines.append(f"  lost       {agent.get('n_dropped', 0)} rows dropped, {agent.get('n_errors', 0)} errors")
+    return "\n".join(lines)
