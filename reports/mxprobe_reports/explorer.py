@@ -10,7 +10,7 @@ from mxprobe.attribution import ratios
 from mxprobe.attribution.gaussian import gaussian_reference
 from mxprobe.schema import Component
 
-from . import names, packing
+from . import names, packing, whatifs
 from .operands import SERIES, Operands, dense
 
 OPERAND_COLUMNS: tuple[str, ...] = (
@@ -120,44 +120,10 @@ def series(operands: Operands) -> dict[str, npt.NDArray[np.float64]]:
     return {name: dense(operands, lines[name]) for name in SERIES}
 
 
-def whatif_columns(whatif: pd.DataFrame, operands: Operands) -> tuple[list[str], dict[str, npt.NDArray[np.float64]]]:
-    """Corrections, and per operand and correction, (n_operands, n_corrections), what is left of the error:
-
-    `error` and `on_deadzone` of the tensor's, `output` of the GEMM output's, each relative to the uncorrected
-    quantizer on the same steps; `zeroed` the fraction of values rounded to zero.
-    """
-    rows = whatif[(whatif["phase"].astype(str) == operands.phase).to_numpy()]
-    corrections = sorted({str(c) for c in rows["correction"].dropna().unique()}, key=names.natural_key)
-    shape = (len(operands.totals), len(corrections))
-    left = {name: np.full(shape, np.nan) for name in ("error", "output", "on_deadzone", "zeroed")}
-    if rows.empty:
-        return corrections, left
-    plain = {name: np.asarray(operands.totals[name], dtype=float) for name in ("sum_e2", "sum_dz2", "n")}
-    plain["out"] = np.asarray(operands.totals["out_e2"] / operands.totals["out_ref2"], dtype=float)
-    sums = ratios.totals(rows.astype({"module": str, "role": str, "correction": str}), ["module", "role", "correction"])
-    position = {
-        (operands.modules[int(m)], operands.roles[int(r)]): i
-        for i, (m, r) in enumerate(zip(operands.totals["module"], operands.totals["role"], strict=True))
-    }
-    at = {correction: c for c, correction in enumerate(corrections)}
-    for row in sums.to_dict("records"):
-        i, c = position.get((row["module"], row["role"])), at[row["correction"]]
-        if i is None or not row["n"] > 0:
-            continue
-        # Per element: what-ifs may have been tried on fewer steps than the decomposition.
-        per = plain["n"][i] / row["n"]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            left["error"][i, c] = np.divide(row["sum_e2"] * per, plain["sum_e2"][i])
-            left["on_deadzone"][i, c] = np.divide(row["sum_e2_on_d"] * per, plain["sum_dz2"][i])
-            left["output"][i, c] = np.divide(row["out_e2"], row["out_ref2"]) / plain["out"][i]
-        left["zeroed"][i, c] = row["n_zeroed"] / row["n"]
-    return corrections, left
-
-
-def page_data(operands: Operands, whatif: pd.DataFrame) -> dict[str, Any]:
+def page_data(operands: Operands, whatif: pd.DataFrame, tensors: pd.DataFrame) -> dict[str, Any]:
     """Everything page.js needs to explore operands. The operand selected first is the worst of the forward."""
     frame = columns(operands)
-    corrections, left = whatif_columns(whatif, operands)
+    corrections, left = whatifs.collect(whatif, tensors, operands)
     blocks = operands.delta.sum(axis=1, keepdims=True)
     delta = operands.delta / np.where(blocks > 0, blocks, 1)
     packed = {name: packing.pack(np.asarray(frame[name])) for name in OPERAND_COLUMNS}

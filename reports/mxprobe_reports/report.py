@@ -81,7 +81,7 @@ class Report:
         """What page.js reads: packed numbers and names."""
         marks = self.inputs.events[self.inputs.events["kind"].astype(str).isin(MARKED_EVENTS).to_numpy()]
         return {
-            **explorer.page_data(self.operands, self.inputs.whatif),
+            **explorer.page_data(self.operands, self.inputs.whatif, self.inputs.tensors),
             "signals": symptoms.page_data(self.signals),
             "outputs": self.outputs,
             "events": [

@@ -86,7 +86,7 @@ function moduleTicks() {
   const firsts = blocks.map((_, i) => (isFirst(i) ? i : -1)).filter((i) => i >= 0);
   const every = Math.ceil(firsts.length / 16);
   const shown = firsts.filter((_, i) => i % every === 0);
-  return { tickvals: shown, ticktext: shown.map((i) => "layer " + plain(shorten(blocks[i], 8))), tickangle: 0 };
+  return { tickvals: shown, ticktext: shown.map((i) => (i === 0 ? "layer " : "") + plain(shorten(blocks[i], 8))), tickangle: 0 };
 }
 
 function heatFigure(key, selected) {
