@@ -161,7 +161,7 @@ class Controller:
         self._phase = "observing"
         pid, config = self._process.pid, self._options.config
         self._say_to_agent({"verb": "attach", "config": config.to_json()})
-        waiting = f"in process {pid}; waiting for its next optimizer step or generation"
+        waiting = f"process {pid} has the agent; waiting for its next optimizer step or generation"
         if not self._until(
             lambda: self._attached is not None,
             2 * config.step_timeout_s + _OBSERVE_MARGIN_S,  # the agent waits for a step, then for generation

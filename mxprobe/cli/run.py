@@ -1,8 +1,8 @@
 """`mxprobe run -- python train.py`: start a job that listens for an attach."""
 
 import os
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -11,6 +11,7 @@ from mxprobe.errors import UsageError
 
 _STARTUP = Path(__file__).parent.parent / "attach" / "startup"
 _WAIT_FOR_TORCH = "24h"
+_START_UP_S = 1.0  # until the interpreter is one
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -47,13 +48,22 @@ def _attach_later(pid: int, output: Path) -> None:
     """Start `mxprobe attach` beside the job, as nobody's child: the job must not come to wait for it."""
     output.mkdir(parents=True, exist_ok=True)
     attach = [sys.executable, "-m", "mxprobe", "attach", str(pid), "-o", str(output), "--wait", _WAIT_FOR_TORCH]
+    became_job, until_exec = os.pipe()  # closed on exec: its end says that this process has become the job
     middle = os.fork()
-    if middle == 0:
-        code = 1
-        try:
-            with (output / "mxprobe.log").open("ab") as log:
-                subprocess.Popen(attach, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            code = 0
-        finally:
-            os._exit(code)
-    os.waitpid(middle, 0)
+    if middle:
+        os.waitpid(middle, 0)
+        os.close(became_job)
+        return
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            log = os.open(output / "mxprobe.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(until_exec)
+            os.read(became_job, 1)
+            time.sleep(_START_UP_S)
+            os.execv(attach[0], attach)
+    finally:
+        os._exit(0)
