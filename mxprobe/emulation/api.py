@@ -1,0 +1,207 @@
+"""`mxprobe.emulate(model, recipe)`: fake quantization switched on, switched over and taken off again."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mxprobe.errors import UsageError
+
+from .control import Control, unwatch_generation
+from .modules import Site, install, is_installed, uninstall
+from .recipe import Recipe
+from .selection import candidates, shared_with
+
+_EMULATION = "_mxprobe_emulation"
+_ACTIVE: weakref.WeakSet[Emulation] = weakref.WeakSet()
+
+
+class Touched(NamedTuple):
+    name: str
+    class_name: str
+    shape: tuple[int, ...]
+    """Of the weight; of the largest one in fused experts."""
+    note: str
+    """What a user should know, e.g. a weight shared with a module that stays in high precision."""
+
+
+class Skipped(NamedTuple):
+    name: str
+    class_name: str
+    reason: str
+
+
+class Change(NamedTuple):
+    step: int
+    """Optimizer steps seen since `emulate` when the recipe took effect."""
+    recipe: Recipe
+
+
+def emulate(model: nn.Module, recipe: Recipe | str, *, seed: int = 0, keep_weights: bool = True) -> Emulation:
+    """Quantize-dequantize the GEMM operands of the model's Linears (and fused experts) as the recipe says.
+
+    Works in place on instances: parameters, state_dict, classes and hooks stay as they are. `with emulate(...)`
+    or `.remove()` takes it off. The rollout is what runs inside the model's `generate`, or, for a model without
+    one, whatever runs without gradients.
+
+    Args:
+        model: any module, wrapped (DDP, FSDP2, PEFT, compiled) or not.
+        recipe: a `Recipe` or what `Recipe.parse` reads.
+        seed: of stochastic rounding; global generators are not touched.
+        keep_weights: keep Q(W) during one call of `generate`, which costs the memory of the weights.
+
+    Raises:
+        UsageError: a recipe that cannot be read, a model emulated already, or one with nothing to emulate.
+    """
+    parsed = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+    if any(_EMULATION in module.__dict__ or is_installed(module) for module in model.modules()):
+        raise UsageError(
+            "this model is emulated already",
+            remedy="switch its recipe with Emulation.set(), or call Emulation.remove() first",
+        )
+    return Emulation(model, parsed, seed=seed, keep_weights=keep_weights)
+
+
+def active() -> list[Emulation]:
+    """The emulations of this process that have not been removed."""
+    return [emulation for emulation in _ACTIVE if emulation.is_on]
+
+
+class Emulation:
+    """A model under emulation. Made by `emulate`; stays on until removed, also when nobody keeps this object."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, *, seed: int, keep_weights: bool) -> None:
+        self.model = model
+        self.is_on = True
+        self.history: list[Change] = []
+        """Recipes by the step at which they took effect, the first one included."""
+        self._control = Control(recipe, seed=seed, keep_weights=keep_weights)
+        self._pending: Recipe | None = None
+        self._select(recipe)
+        self._control.watch_generation(model)
+        model.__dict__[_EMULATION] = self
+        _ACTIVE.add(self)
+        # The global hook must not keep the model alive.
+        reference: weakref.ref[Emulation] = weakref.ref(self)
+        self._step_hook = register_optimizer_step_post_hook(lambda *_: _after_step(reference))
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._control.recipe
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of this process since `emulate`."""
+        return self._control.step
+
+    def set(self, recipe: Recipe | str, *, now: bool = False) -> None:
+        """Switch the recipe after the next optimizer step, from any thread; `now` in the training thread only.
+
+        Raises:
+            UsageError: a recipe that cannot be read or fits no module; the old one stays.
+        """
+        parsed = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+        if not self.is_on:
+            raise UsageError("this emulation was removed", remedy="call mxprobe.emulate again")
+        _check(self.model, parsed)
+        if now:
+            self._select(parsed)
+        else:
+            self._pending = parsed
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """Mark a generation loop of your own as the rollout: `with emulation.rollout(): ...`"""
+        return self._control.rollout()
+
+    def remove(self) -> None:
+        """Take it off: the model computes what it did before, bit for bit. A second call does nothing."""
+        if not self.is_on:
+            return
+        self.is_on = False
+        self._step_hook.remove()
+        for module in self.model.modules():
+            uninstall(module)
+        unwatch_generation(self.model)
+        self.model.__dict__.pop(_EMULATION, None)
+        _ACTIVE.discard(self)
+
+    def _select(self, recipe: Recipe) -> None:
+        _check(self.model, recipe)
+        touched: list[Touched] = []
+        skipped: list[Skipped] = []
+        for ordinal, (name, module, reason) in enumerate(candidates(self.model, recipe)):
+            if reason:
+                uninstall(module)
+                skipped.append(Skipped(name, type(module).__name__, reason))
+                continue
+            if not is_installed(module):
+                install(module, Site(self._control, ordinal, module))
+            shape = max((tuple(p.shape) for p in module.parameters(recurse=False)), key=_size)
+            shared = shared_with(self.model, module)
+            note = f"weight shared with {', '.join(shared)}, which reads it unquantized" if shared else ""
+            touched.append(Touched(name, type(module).__name__, shape, note))
+        self.touched = tuple(touched)
+        self.skipped = tuple(skipped)
+        self._control.switch(recipe)
+        self.history.append(Change(self._control.step, recipe))
+
+    def report(self) -> str:
+        """What is emulated and what is not, one line per module."""
+        lines = [str(self)]
+        lines += [
+            f"  emulated  {t.name} {t.class_name} {list(t.shape)}{f'  ({t.note})' * bool(t.note)}" for t in self.touched
+        ]
+        lines += [f"  left out  {s.name} {s.class_name}: {s.reason}" for s in self.skipped]
+        return "\n".join(lines)
+
+    def __enter__(self) -> Emulation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Emulation:
+        return self
+
+    def __str__(self) -> str:
+        state = "" if self.is_on else " (removed)"
+        return f"{self.recipe} · {len(self.touched)} modules emulated, {len(self.skipped)} left out{state}"
+
+    def __repr__(self) -> str:
+        return f"<Emulation {self}>"
+
+
+def _after_step(reference: weakref.ref[Emulation]) -> None:
+    emulation = reference()
+    if emulation is None:
+        return
+    emulation._control.step += 1  # pyright: ignore[reportPrivateUsage]
+    pending, emulation._pending = emulation._pending, None  # pyright: ignore[reportPrivateUsage]
+    if pending is not None:
+        emulation._select(pending)  # pyright: ignore[reportPrivateUsage]
+
+
+def _check(model: nn.Module, recipe: Recipe) -> None:
+    found = candidates(model, recipe)
+    if found and any(not candidate.reason for candidate in found):
+        return
+    reasons = sorted({candidate.reason for candidate in found}) or ["it has no nn.Linear and no fused experts"]
+    raise UsageError(
+        f"the recipe {str(recipe)!r} applies to no module of {type(model).__name__}",
+        cause="; ".join(reasons[:5]),
+        remedy="widen include, narrow exclude, or lower keep_first and keep_last",
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

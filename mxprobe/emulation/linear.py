@@ -1,0 +1,101 @@
+"""The three GEMMs of a Linear, each with its own quantized operands.
+
+    forward    Y  = Q(X) Q(W)^T + b        blocks along in-features
+    dgrad      dX = Q(G) Q(W)              blocks along out-features
+    wgrad      dW = Q(G)^T Q(X)            blocks along tokens
+
+Q passes gradients straight through: dX and dW are those of the Linear, at quantized operands. db is exact.
+Shapes: X [..., in], W [out, in], G and Y [..., out]; tokens are all leading axes, flattened.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .operand import Operand
+from .quantizer import quantize
+from .recipe import Recipe
+
+# Not F.linear, which a module's interception (see `modules`) would quantize a second time.
+_linear = torch.ops.aten.linear.default
+
+
+class Plan(NamedTuple):
+    """The six operands of one module. A tuple of constants, which is what torch.compile can carry."""
+
+    x_fwd: Operand
+    w_fwd: Operand
+    g_dgrad: Operand
+    w_dgrad: Operand
+    g_wgrad: Operand
+    x_wgrad: Operand
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Plan:
+        return cls(**recipe.operands)
+
+
+def emulated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, salt: int = 0
+) -> torch.Tensor:
+    """F.linear(x, weight, bias) with the operands of all three GEMMs quantized; dtype and shape as F.linear's.
+
+    Under autocast the operands are cast first, as F.linear would, and quantized after. `salt` (a multiple of 8)
+    selects the draw of stochastic rounding. Can be differentiated once.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return _EmulatedLinear.apply(x, weight, bias, plan, salt)
+
+
+def emulated_linear_of_quantized(
+    x: torch.Tensor, quantized_weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, salt: int = 0
+) -> torch.Tensor:
+    """The forward GEMM alone, of a weight that is Q(W) already. No gradient."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(quantized_weight.dtype)
+        bias = None if bias is None else bias.to(quantized_weight.dtype)
+    return _linear(quantize(x, plan.x_fwd, dim=-1, salt=salt), quantized_weight, bias)
+
+
+class _EmulatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, salt: int
+    ) -> torch.Tensor:
+        # The operands themselves are saved, not their quantized copies: no memory is added, and a sharded weight
+        # is gathered again for the backward as it would be without us.
+        ctx.save_for_backward(x, weight)
+        ctx.plan, ctx.salt = plan, salt
+        quantized_x = quantize(x, plan.x_fwd, dim=-1, salt=salt)
+        return _linear(quantized_x, quantize(weight, plan.w_fwd, dim=-1, salt=salt + 1), bias)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator's stub hides its parameters)
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise RuntimeError(
+                "an emulated Linear cannot be differentiated twice: the straight-through gradient of a rounded "
+                "operand has no derivative; remove the emulation, or use recipe 'none', for a double backward"
+            )
+        (grad_output,) = grad_outputs
+        x, weight = ctx.saved_tensors
+        plan, salt = ctx.plan, ctx.salt
+        tokens = x.reshape(-1, x.shape[-1])
+        g = grad_output.reshape(-1, grad_output.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            w = quantize(weight, plan.w_dgrad, dim=-1 if plan.w_dgrad.as_forward else 0, salt=salt + 2)
+            dx = (quantize(g, plan.g_dgrad, dim=-1, salt=salt + 3) @ w).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            t = quantize(tokens, plan.x_wgrad, dim=-1 if plan.x_wgrad.as_forward else 0, salt=salt + 4)
+            dw = quantize(g, plan.g_wgrad, dim=0, salt=salt + 5).t() @ t
+        if ctx.needs_input_grad[2]:
+            db = g.sum(0)
+        return dx, dw, db, None, None
