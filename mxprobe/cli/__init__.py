@@ -19,9 +19,28 @@ COMMANDS: dict[str, str] = {
     "run": "Start a job that can be attached without ptrace.",
     "report": "Write a trace as one offline HTML page.",
     "recommend": "Give the verdict, its evidence and a correction.",
+    "compare": "Say what changed from one run to another, and whether the correction helped.",
+    "check": "Hold a trace against limits; exit 1 when one is breached.",
+    "export": "Write all rows as CSV, JSON or Parquet, or hand them to an experiment tracker.",
+    "live": "Watch a run that is being recorded, in this terminal.",
+    "config": "Show the effective settings and where each came from.",
     "demo": "Attach to a real GRPO run on this machine, start to end.",
     "doctor": "Say which ways of attaching work here, and why not.",
 }
+
+
+class _ConfiguredDefaults(dict[str, Any]):
+    """click's `default_map` from mxprobe.toml and MXPROBE_*, read for the one command that has defaults there.
+
+    No other command can fail by a mistake in a file that it does not use.
+    """
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key != "attach":
+            return default
+        from mxprobe.config import load
+
+        return load(sections=(key,)).command_defaults(key)
 
 
 class LazyGroup(click.Group):
@@ -40,6 +59,7 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
+        ctx.default_map = _ConfiguredDefaults()
         try:
             return super().invoke(ctx)
         except MxprobeError as error:
