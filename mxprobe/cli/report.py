@@ -14,7 +14,12 @@ from mxprobe.errors import UsageError
 
 @click.command("report")
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="HTML file; default TRACE.html.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="HTML file; default RUN.html beside RUN.mxprobe.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a machine-readable summary on standard output.")
 def command(trace: Path, output: Path | None, as_json: bool) -> None:
     """Write one offline HTML page: verdict, signals, where the error is, what would help, and the evidence.
@@ -26,7 +31,9 @@ def command(trace: Path, output: Path | None, as_json: bool) -> None:
     from mxprobe_reports import write_report
 
     opened = open_trace(trace)
-    path = output or trace.resolve().with_suffix(".html")
+    path = (
+        output or opened.directory.resolve().parent / f"{opened.directory.resolve().name.removesuffix('.mxprobe')}.html"
+    )
     command_line = shlex.join(["mxprobe", *sys.argv[1:]])
     try:
         report = write_report(opened, recommend(opened), path, command_line=command_line)
@@ -36,6 +43,8 @@ def command(trace: Path, output: Path | None, as_json: bool) -> None:
             cause="the directory does not exist, or is not writable",
             remedy="name another file with -o",
         ) from None
+    for problem in report.problems:
+        click.echo(f"note: {problem}", err=True)
     if as_json:
         click.echo(json.dumps({"path": str(path), "size_bytes": path.stat().st_size, **report.summary()}, indent=2))
     else:

@@ -1,0 +1,81 @@
+"""`mxprobe report` on real trace directories: files, exit codes, words."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mxprobe.cli import main
+from mxprobe.errors import EXIT_TRACE, EXIT_USAGE
+from mxprobe.trace import TraceWriter
+from tests.synthetic import Run, write_trace
+
+
+def report(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["report", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trace(tmp_path_factory.mktemp("traces") / "run.mxprobe", Run(outlier_gain=32.0, steps=9))
+
+
+def test_page_lands_beside_the_trace_and_its_path_on_standard_output(trace: Path) -> None:
+    result = report(trace)
+    assert result.exit_code == 0, result.stderr
+    path = trace.parent / "run.html"
+    assert result.stdout.strip() == str(path)
+    html = path.read_text(encoding="utf-8")
+    assert "<title>run.mxprobe · mxprobe report</title>" in html
+    assert not list(trace.parent.glob(".*.part"))
+
+
+def test_json_says_verdict_size_and_counts(trace: Path, tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    result = report(trace, "-o", output, "--json")
+    summary = json.loads(result.stdout)
+    assert summary["path"] == str(output)
+    assert summary["size_bytes"] == output.stat().st_size
+    assert summary["verdict"] == "enable"
+    assert summary["n_probed_steps"] == 9
+    assert summary["problems"] == []
+
+
+def test_page_of_an_unfinished_trace_says_so(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "torn.mxprobe", Run(steps=3), close=False)
+    result = report(path)
+    assert result.exit_code == 0, result.stderr
+    assert "note: " in result.stderr
+    assert "trace" in (tmp_path / "torn.html").read_text(encoding="utf-8")
+
+
+def test_empty_trace_gives_a_page(tmp_path: Path) -> None:
+    TraceWriter(tmp_path / "empty.mxprobe", {}).close()
+    result = report(tmp_path / "empty.mxprobe")
+    assert result.exit_code == 0, result.stderr
+    assert "The trace is empty" in (tmp_path / "empty.html").read_text(encoding="utf-8")
+
+
+def test_not_a_trace_and_no_place_to_write_are_named(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    not_a_trace = report(tmp_path / "notes")
+    assert not_a_trace.exit_code == EXIT_TRACE
+    assert "is not a trace" in not_a_trace.stderr
+    no_place = report(trace, "-o", tmp_path / "missing" / "page.html")
+    assert no_place.exit_code == EXIT_USAGE
+    assert "cannot write" in no_place.stderr
+
+
+def test_report_needs_no_torch(trace: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from mxprobe.cli import main\n"
+        f"main(['report', {str(trace)!r}, '-o', {str(tmp_path / 'page.html')!r}], standalone_mode=False)\n"
+        "print(sorted({'torch', 'triton'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
