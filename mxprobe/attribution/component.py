@@ -80,7 +80,7 @@ def operand_errors(operands: OperandSums, weights: Array) -> OperandErrors:
 def groups(
     errors: OperandErrors, modules: tuple[str, ...], mask: Mask, thresholds: Thresholds
 ) -> list[tuple[OperandGroup, Mask]]:
-    """Masked operands grouped by role and kind of module (the last part of its name), the largest error first."""
+    """Masked operands grouped by role and kind of module (the last part of its name), in the model's order."""
     kinds = np.array([kind_of(name) for name in modules])
     found: list[tuple[OperandGroup, Mask]] = []
     for column, role in enumerate(FORWARD_ROLES):
@@ -89,7 +89,7 @@ def groups(
             members[:, column] = (kinds == kind) & mask[:, column] & np.isfinite(errors.error[:, column])
             if members.any():
                 found.append((_group(errors, modules, members, role, kind, thresholds), members))
-    return sorted(found, key=lambda item: -item[0].output_error)
+    return found
 
 
 def kind_of(module: str) -> str:

@@ -62,7 +62,7 @@ def decide(measured: Measured, weights: Array, thresholds: Thresholds) -> Decisi
     quantized = quantized_modules(measured, weights, thresholds)
     fits = tuple(fit(measured, weights, thresholds))
     verdict, reason = _gates(measured, observed, quantized, fits, thresholds)
-    parts = _Parts.of(measured, weights, thresholds, observed, quantized, has_symptom=verdict is None)
+    parts = _Parts.of(measured, weights, thresholds, observed, quantized, reason)
     chosen: tuple[str, ...] = ()
     if verdict is None:
         verdict, reason, chosen = _choice(parts)
@@ -115,7 +115,10 @@ def _choice(parts: "_Parts") -> tuple[Verdict, Reason, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Steps 5 and 6 before the choice: also computed where nothing is wrong, as what-ifs."""
+    """Steps 5 and 6 before the choice: also computed where nothing is wrong, as what-ifs.
+
+    Not where rounding does not explain what the layers do: its components and corrections would be beside the point.
+    """
 
     component: Component
     shares: dict[str, float]
@@ -132,12 +135,11 @@ class _Parts:
         thresholds: Thresholds,
         observed: Mismatch,
         quantized: dict[Phase, Mask],
-        *,
-        has_symptom: bool,
+        reason: Reason,
     ) -> "_Parts":
         operands = measured.operands
         shape = (len(measured.modules), len(FORWARD_ROLES))
-        if operands is None:
+        if operands is None or reason is Reason.FAR:
             return cls(Component.NONE, {}, (), np.zeros(shape, dtype=np.bool_), (), None)
         counted = _counted_operands(measured, quantized)
         errors = operand_errors(operands, weights)
@@ -150,7 +152,7 @@ class _Parts:
         situation = Situation(
             operands=operands,
             active=_active_corrections(measured),
-            mismatch=observed.per_module if has_symptom else np.full(shape[0], np.nan),
+            mismatch=observed.per_module if reason is Reason.CHOSEN else np.full(shape[0], np.nan),
             gate=observed.gate(thresholds),
             counted=counted,
         )
@@ -180,19 +182,19 @@ def _active_corrections(measured: Measured) -> npt.NDArray[np.intp]:
         return active
     for m, recipe in enumerate(sums.recipes):
         for r, side in enumerate(recipe):
-            name = correction_of(side, operands.rule)
+            name = correction_of(side)
             if name in operands.corrections:
                 active[m, r] = operands.corrections.index(name)
     return active
 
 
-def correction_of(recipe_side: str, measured_rule: str) -> str:
-    """The what-if that a side of a recipe amounts to; "" for the plain quantizer of the trace and for `none`.
+def correction_of(recipe_side: str) -> str:
+    """The what-if that a side of a recipe amounts to, "" for `none`.
 
-    `mxfp4+of:0.5` -> `of:0.5`, `mxfp4+floor` -> `rule:floor` (measured under another rule), `nvfp4` -> `nvfp4`.
+    `mxfp4+of:0.5` -> `of:0.5`, `mxfp4+floor` -> `rule:floor`, `nvfp4` -> `nvfp4`.
     """
     format, _, how = recipe_side.partition("+")
-    if format in ("", "none") or how == measured_rule:
+    if format in ("", "none"):
         return ""
     if not how:
         return format

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from mxprobe.schema import Component, Phase, Role
+from mxprobe.schema import Component, Phase, Role, Verdict
 from mxprobe.trace import Trace
 
 from . import ratios
@@ -67,7 +67,13 @@ def _quantized(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
         seen = error[np.isfinite(error)]
         if not seen.size:
             continue
-        recipes = pd.Series([_recipe_words(recipe) for recipe in sums.recipes if recipe != ("", "")])
+        recipes = pd.Series(
+            [
+                _recipe_words(recipe, is_exact=bool(exact))
+                for recipe, exact in zip(sums.recipes, sums.is_exact, strict=True)
+                if recipe != ("", "")
+            ]
+        )
         common = [f"{name} in {count}" for name, count in recipes.value_counts().items()]
         yield Evidence(
             f"realised_error_{phase}",
@@ -80,9 +86,10 @@ def _quantized(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
         )
 
 
-def _recipe_words(recipe: tuple[str, str]) -> str:
+def _recipe_words(recipe: tuple[str, str], *, is_exact: bool) -> str:
     x, w = recipe
-    return x if x == w else f"x {x}, W {w}"
+    name = x if x == w else f"x {x}, W {w}"
+    return name if is_exact else f"none known, closest {name},"
 
 
 def _mismatch(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
@@ -117,6 +124,7 @@ def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]
     if decision.component is Component.NONE:
         return
     shares = decision.shares
+    measured = decision.verdict is not Verdict.NOTHING_QUANTIZED
     made_on = f"{percent(shares['zeroed'])} made on zeroed elements, {percent(shares['saturated'])} on saturated ones"
     split = f"scale {shares['scale']:.2f}, deadzone {shares['deadzone']:.2f}, grid {shares['grid']:.2f}"
     decisive = {Component.DEADZONE: "zeroed", Component.SATURATION: "saturated"}.get(
@@ -124,8 +132,8 @@ def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]
     )
     yield Evidence(
         "component",
-        Certainty.MEASURED,
-        f"output error of quantized operands: {made_on}; remainder split {split}: "
+        Certainty.MEASURED if measured else Certainty.PREDICTED,
+        f"output error of {'quantized' if measured else 'MXFP4'} operands: {made_on}; remainder split {split}: "
         f"{COMPONENT_WORDS[decision.component]}",
         shares.get(decisive),
         thresholds.component_share,
@@ -135,7 +143,7 @@ def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]
         largest = max(group.output_error for group in decision.where)
         yield Evidence(
             "where",
-            Certainty.MEASURED,
+            Certainty.MEASURED if measured else Certainty.PREDICTED,
             f"it is made in {place(decision.where)}; error up to {number(largest)} of the output's energy",
             largest,
         )

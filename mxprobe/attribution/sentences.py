@@ -34,7 +34,7 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
         case Reason.NO_OPERANDS:
             return "Not enough evidence: rollout and training disagree, but the trace holds no operand statistics."
         case Reason.CHOSEN:
-            cause = component[0].upper() + component[1:]
+            cause = words.sentence(component)
             names = [words.correction_words(name) for name in decision.chosen]
             if decision.component is Component.MIXED:
                 cause = "Rounding error with no single component"
@@ -64,8 +64,8 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
         case Reason.FAR:
             return (
                 f"Fewer than {words.percent(thresholds.far_share)} of the modules far from their prediction. Look "
-                "first at async policy lag and at raw against processed log-probabilities; then at stale or wrong weights in "
-                "the rollout, another rule or format there, and its kernels."
+                "first at async policy lag and at raw against processed log-probabilities; then at stale or wrong "
+                "weights in the rollout, another rule or format there, and its kernels."
             )
         case Reason.NO_OPERANDS:
             return "Operand statistics: attach to the process that trains."
@@ -102,5 +102,6 @@ def _would(decision: Decision) -> str:
     helpful = [score for score in decision.scores if score.is_eligible and score.tier == 1]
     if helpful:
         best = max(helpful, key=lambda score: score.gain)
-        sentence += f" {words.correction_words(best.correction)} would remove {words.percent(best.gain)} of it."
+        helps = words.sentence(words.correction_words(best.correction))
+        sentence += f" {helps} would remove {words.percent(best.gain)} of it."
     return sentence

@@ -1,19 +1,20 @@
 """Code that switches a correction on: a framework's own knob where it has one, else plain PyTorch.
 
-The PyTorch code is self-contained emulation: it gives the named Linears a forward that quantizes as the run does
-and corrects the named operands. It is fake quantization: it shows the effect, not the speed.
+The PyTorch code is self-contained emulation: it gives the named Linears a forward that quantizes the same operands
+as the run, with scales by `rceil`, and corrects the named ones. It shows the effect, not the speed.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
+from textwrap import indent, wrap
 
 from mxprobe.errors import UsageError
 from mxprobe.schema import Role
 from mxprobe_kernels.formats import Correction, CorrectionKind, Rule
 
 from .recommendation import OperandGroup, Snippet
-from .words import correction_words, place
+from .words import correction_words, listed, place, sentence
 
 TORCH_FRAMEWORKS = ("trl", "transformers", "torch")
 FRAMEWORKS = (*TORCH_FRAMEWORKS, "verl", "nemo-rl", "megatron")
@@ -43,7 +44,7 @@ def snippet_for(correction: str, where: Sequence[OperandGroup], framework: str, 
         if knob is not None:
             language, text = knob
             return Snippet(framework, language, _fill(text, {"patterns": _patterns(framework, kinds)}))
-    title = f"{correction_words(correction)} on {place(where)}"
+    title = _comment(f"{sentence(correction_words(correction))} on {place(where)}.")
     note = (
         "" if framework in TORCH_FRAMEWORKS else f"# {framework} has no option for this; the same in plain PyTorch.\n"
     )
@@ -51,17 +52,21 @@ def snippet_for(correction: str, where: Sequence[OperandGroup], framework: str, 
         config = _torchao_config(parsed)
         if config:
             body = _fill(_TORCHAO_TEMPLATE, {"kinds": repr(tuple(kinds)), "config": config})
-            return Snippet(framework, "python", f"# {title}.\n{note}{body}")
+            return Snippet(framework, "python", f"{title}{note}{body}")
     if parsed.kind is CorrectionKind.KEEP_HIGH_PRECISION:
         body = _fill(_KEEP_TEMPLATE, {"kinds": repr(tuple(kinds))})
-        return Snippet(framework, "python", f"# Keep {', '.join(kinds)} in high precision.\n{note}{body}")
+        return Snippet(framework, "python", f"{_comment(f'Keep {listed(kinds)} in high precision.')}{note}{body}")
     values = {
-        "sides": repr(_sides(where)),
+        "sides": "".join(f"    {kind!r}: {sides!r},\n" for kind, sides in _sides(where).items()),
         "quantized": repr("".join(side for side, on in (("x", emulated.x), ("w", emulated.w)) if on)),
         "rollout_only": repr(emulated.rollout_only),
         "corrected": _fill(_CORRECTED[parsed.kind], {"parameter": str(parsed.parameter)}),
     }
-    return Snippet(framework, "python", f"# {title}.\n{note}{_fill(_TORCH_TEMPLATE, values)}")
+    return Snippet(framework, "python", f"{title}{note}{_fill(_TORCH_TEMPLATE, values)}")
+
+
+def _comment(text: str) -> str:
+    return indent("\n".join(wrap(text, 110)), "# ") + "\n"
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
@@ -137,7 +142,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-SIDES = $sides  # kind of module -> corrected operands: x input, w weight
+# Kind of module -> its corrected operands: x the input, w the weight.
+SIDES = {
+$sides}
 QUANTIZED = $quantized  # operands that are MXFP4 in this run
 ROLLOUT_ONLY = $rollout_only  # training forward stays in high precision
 
@@ -151,6 +158,7 @@ def mxfp4(x):
     step = torch.where(ratio.abs() < 2, 0.5, torch.where(ratio.abs() < 4, 1.0, 2.0))
     rounded = (torch.round(ratio / step) * step).clamp(-6.0, 6.0) * scale
     return rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
 
 $corrected
 
@@ -186,14 +194,12 @@ def _forward(x_quantizer, w_quantizer):
 
 _CORRECTED: dict[CorrectionKind, str] = {
     CorrectionKind.OUTLIER_FALLBACK: '''
-
 def corrected(x):
     """Outlier fallback: a second pass quantizes what the first one lost."""
     first = mxfp4(x)
     return first + $parameter * mxfp4(x - first)
 ''',
     CorrectionKind.MACRO_BLOCK_SCALING: '''
-
 def corrected(x):
     """Macro-block scaling: an 8-bit mantissa per $parameter elements moves their amax just under 6 * 2^k."""
     macro = F.pad(x.float(), (0, -x.shape[-1] % $parameter)).unflatten(-1, (-1, $parameter))
@@ -205,7 +211,6 @@ def corrected(x):
     ].to(x.dtype)
 ''',
     CorrectionKind.HADAMARD: '''
-
 def _rotation(size, device):
     h = torch.ones(1, 1, device=device)
     while h.shape[0] < size:

@@ -50,12 +50,19 @@ def listed(items: Iterable[str], *, last: str = "and", limit: int = 12) -> str:
 
 
 def place(where: Sequence[OperandGroup]) -> str:
-    """`the inputs of q_proj and k_proj, and the weights of o_proj`."""
-    by_role: dict[Role, list[str]] = {}
+    """`the inputs of q_proj and k_proj, and the inputs and weights of o_proj`."""
+    roles_of: dict[str, list[str]] = {}
     for group in where:
-        by_role.setdefault(group.role, []).append(group.module_kind)
-    phrases = [f"the {ROLE_WORDS[role]} of {listed(kinds)}" for role, kinds in by_role.items()]
-    return ", and ".join(phrases)
+        roles_of.setdefault(group.module_kind, []).append(ROLE_WORDS[group.role])
+    kinds_of: dict[str, list[str]] = {}
+    for kind, roles in roles_of.items():
+        kinds_of.setdefault(listed(roles), []).append(kind)
+    return ", and ".join(f"the {roles} of {listed(kinds)}" for roles, kinds in kinds_of.items())
+
+
+def sentence(text: str) -> str:
+    """The text with a capital first letter; the rest stays as it is spelled."""
+    return text[:1].upper() + text[1:]
 
 
 def percent(share: float) -> str:

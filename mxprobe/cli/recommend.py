@@ -1,0 +1,154 @@
+"""`mxprobe recommend`: the verdict of a trace on one screen, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mxprobe.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mxprobe.attribution import CorrectionScore, Recommendation
+
+_KEY_EVIDENCE = ("coverage", "mismatch", "realised_over_predicted", "component", "where")
+_SHORT_SNIPPET_LINES = 12
+
+
+@click.command("recommend")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.recommend/1) on standard output.")
+@click.option("--explain", is_flag=True, help="Show all evidence, caveats, thresholds and the snippet.")
+@click.option("--framework", help="Whose option or code the snippet uses; by default the framework found in the trace.")
+@click.option(
+    "--threshold",
+    "overrides",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Change a gate, e.g. mismatch=0.01. Repeatable.",
+)
+def command(trace: Path, as_json: bool, explain: bool, framework: str | None, overrides: tuple[str, ...]) -> None:
+    """Say whether quantization hurts the run, which component, where, and which correction to switch on.
+
+    The verdict rests on the trace alone. Numbers are called measured, predicted, or associated with: three
+    different things.
+    """
+    from mxprobe.attribution import Thresholds, recommend
+    from mxprobe.trace import open_trace
+
+    opened = open_trace(trace)
+    thresholds = Thresholds().replace(**dict(_parse(text) for text in overrides))
+    recommendation = recommend(opened, thresholds, framework=framework)
+    for problem in opened.problems:
+        click.echo(f"note: {problem}", err=True)
+    if as_json:
+        click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
+    else:
+        show(recommendation, explain=explain, with_snippet=explain or framework is not None)
+
+
+def show(
+    recommendation: Recommendation, *, explain: bool = False, with_snippet: bool = False, console: Console | None = None
+) -> None:
+    """Print a recommendation to standard output, or to the console given."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.padding import Padding
+
+    out = console or Console(highlight=False)
+    agreement, coverage = recommendation.agreement, recommendation.coverage
+    out.print(f"[bold]{escape(recommendation.plain_words.upper())}[/]")
+    out.print(f"{escape(recommendation.headline)}\n")
+    stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
+    seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
+    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work seen {seen}\n")
+    for item in recommendation.evidence:
+        if explain or item.name.startswith(_KEY_EVIDENCE):
+            mark = {True: "yes", False: "no", None: ""}[item.holds]
+            gate = "" if item.threshold is None else f" [dim](gate {item.threshold:.3g}{': ' if mark else ''}{mark})[/]"
+            out.print(Padding(f"[dim]{item.certainty}:[/] {escape(item.text)}{gate}", (0, 0, 0, 2)))
+    if recommendation.corrections:
+        out.print()
+        out.print(_corrections(recommendation))
+    out.print(f"\n[bold]What would change this.[/] {escape(recommendation.what_would_change)}")
+    snippet = recommendation.snippet
+    if snippet is not None:
+        if with_snippet or snippet.text.count("\n") <= _SHORT_SNIPPET_LINES:
+            out.print(f"\n[bold]Snippet[/] ({escape(snippet.framework)}, {escape(snippet.language)})")
+            out.print(escape(snippet.text), soft_wrap=True)
+        else:
+            how = f"mxprobe recommend TRACE --framework {escape(snippet.framework)}"
+            out.print(f"\nThe code that switches it on: [bold]{how}[/]")
+    if explain:
+        out.print("\n[bold]Caveats[/]")
+        for caveat in recommendation.caveats:
+            out.print(Padding(f"- {escape(caveat)}", (0, 0, 0, 2)))
+        out.print("\n[bold]Thresholds[/]")
+        out.print(Padding(", ".join(f"{k} = {v}" for k, v in vars(recommendation.thresholds).items()), (0, 0, 0, 2)))
+    elif recommendation.caveats:
+        out.print(f"[dim]{len(recommendation.caveats)} caveats: --explain[/]")
+
+
+def _parse(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name.strip(), float(value)
+    except ValueError:
+        raise UsageError(f"--threshold {text!r} is not NAME=VALUE with a number", remedy="e.g. mismatch=0.01") from None
+
+
+def _corrections(recommendation: Recommendation) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.add_column("correction")
+    for name in ("gain [95 %]", "held out", "recovery", "extra GEMM", "bits"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for score in recommendation.corrections:
+        chosen = score.correction in recommendation.chosen
+        cells = (
+            escape(score.correction),
+            _gain(score),
+            _two(score.held_out_gain),
+            _two(score.recovery),
+            f"{score.cost_gemm:g}",
+            f"{score.bits_per_element:g}",
+            _remark(score, is_chosen=chosen),
+        )
+        table.add_row(*cells, style="bold" if chosen else None)
+    return table
+
+
+def _gain(score: CorrectionScore) -> str:
+    if not (math.isfinite(score.gain_low) and math.isfinite(score.gain_high)):
+        return _two(score.gain)
+    return f"{_two(score.gain)} {_interval(score)}"
+
+
+def _interval(score: CorrectionScore) -> str:
+    """`[0.64, 0.77]` with its bracket kept from rich."""
+    return rf"\[{_two(score.gain_low)}, {_two(score.gain_high)}]"
+
+
+def _two(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
+
+
+def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
+    words = ["named"] if is_chosen else []
+    if score.is_active:
+        words.append("already on")
+    if score.cures:
+        words.append("cures (predicted)")
+    if score.tier == 2:
+        words.append("leaves the format")
+    return ", ".join(words)
