@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
     from mxprobe.attribution import CorrectionScore, Recommendation
 
-_KEY_EVIDENCE = ("coverage", "mismatch", "realised_over_predicted", "component", "where")
+_KEY_EVIDENCE = ("mismatch", "realised_over_predicted", "component", "where")
 _SHORT_SNIPPET_LINES = 12
+_CAPTION = (
+    "gain: part of the GEMM-output error removed, measured; recovery: part of the named component; cost: extra GEMM "
+    "passes, estimated; cures: symptom under its gate, predicted"
+)
 
 
 @click.command("recommend")
@@ -63,8 +67,8 @@ def show(
 
     out = console or Console(highlight=False)
     agreement, coverage = recommendation.agreement, recommendation.coverage
-    out.print(f"[bold]{escape(recommendation.plain_words.upper())}[/]")
-    out.print(f"{escape(recommendation.headline)}\n")
+    words = "" if recommendation.headline.lower().startswith(recommendation.plain_words) else recommendation.plain_words
+    out.print(f"[bold]{escape(words.upper())}{': ' if words else ''}{escape(recommendation.headline)}[/]\n")
     stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
     seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
     out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work seen {seen}\n")
@@ -108,11 +112,13 @@ def _corrections(recommendation: Recommendation) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    table.add_column("correction")
-    for name in ("gain [95 %]", "held out", "recovery", "extra GEMM", "bits"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION, caption_justify="left")
+    table.add_column("correction", no_wrap=True)
+    for name in ("gain [95 %]", "held out", "recovery", "cost"):
+        table.add_column(escape(name), justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    tiers = {score.correction: score.tier for score in recommendation.corrections}
+    last = [name for name, tier in tiers.items() if tier == 1][-1:]
     for score in recommendation.corrections:
         chosen = score.correction in recommendation.chosen
         cells = (
@@ -121,10 +127,9 @@ def _corrections(recommendation: Recommendation) -> Table:
             _two(score.held_out_gain),
             _two(score.recovery),
             f"{score.cost_gemm:g}",
-            f"{score.bits_per_element:g}",
             _remark(score, is_chosen=chosen),
         )
-        table.add_row(*cells, style="bold" if chosen else None)
+        table.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)
     return table
 
 
@@ -148,7 +153,7 @@ def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
     if score.is_active:
         words.append("already on")
     if score.cures:
-        words.append("cures (predicted)")
+        words.append("cures")
     if score.tier == 2:
-        words.append("leaves the format")
+        words.append("other format")
     return ", ".join(words)
