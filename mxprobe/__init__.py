@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .emulation import emulate
     from .listener import listen
     from .trace import Trace, open_trace
 
-__all__ = ["Trace", "__version__", "listen", "open_trace"]
+__all__ = ["Trace", "__version__", "emulate", "listen", "open_trace"]
 
-_HOME = {"Trace": "mxprobe.trace", "open_trace": "mxprobe.trace", "listen": "mxprobe.listener"}
+_HOME = {
+    "emulate": "mxprobe.emulation",
+    "Trace": "mxprobe.trace",
+    "open_trace": "mxprobe.trace",
+    "listen": "mxprobe.listener",
+}
 
 
 def __getattr__(name: str) -> Any:
