@@ -31,9 +31,8 @@ def command(trace: Path, output: Path | None, as_json: bool) -> None:
     from mxprobe_reports import write_report
 
     opened = open_trace(trace)
-    path = (
-        output or opened.directory.resolve().parent / f"{opened.directory.resolve().name.removesuffix('.mxprobe')}.html"
-    )
+    directory = opened.directory.resolve()
+    path = output or directory.with_name(f"{directory.name.removesuffix('.mxprobe')}.html")
     command_line = shlex.join(["mxprobe", *sys.argv[1:]])
     try:
         report = write_report(opened, recommend(opened), path, command_line=command_line)
