@@ -48,6 +48,7 @@ class _Agent:
         self._token = token
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._exiting = False
+        self._failed = False
         self._finished = threading.Event()
         self._last_ping = time.monotonic()
         self._lost = ""
@@ -108,10 +109,12 @@ class _Agent:
                     failure = session.settle_without_step()
                     started = now
                     if failure is not None:
+                        self._failed = True
                         transport.control({"verb": "failed", **failure})
                 elif session.state.value == "serving" and now - started > config.step_timeout_s:
                     detail = "forward passes without gradient were seen, then no more"
                     session.abandon("no_step")
+                    self._failed = True
                     transport.control({"verb": "failed", "reason": "no_step", "detail": detail})
                 if session.detach_asked:
                     asked = now if asked is None else asked
@@ -138,11 +141,13 @@ class _Agent:
     def _leave(self, session: Any, transport: Any) -> None:
         """Finish measuring, send, say goodbye, end the threads."""
         quick = self._exiting or transport.broken or bool(self._lost)
+        session.close()
         session.worker.drain(EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
         session.worker.stop()
         if not transport.broken and self._lost != "controller_gone":
             self._await_acknowledgements(session, transport, EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
-            transport.control({"verb": "detached", "reason": session.reason, **session.status()})
+            if not self._failed:
+                transport.control({"verb": "detached", "reason": session.reason, **session.status()})
             transport.flush(1.0, acknowledged=False)
         transport.close()
 

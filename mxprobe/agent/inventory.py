@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from statistics import median
-from typing import Any
+from typing import Any, Callable
 
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, type_before_parametrizations
 
 from mxprobe.agent.hooks import ModuleProbe
 from mxprobe.agent.roots import named_modules
@@ -34,7 +34,9 @@ class Entry:
     n_parameters: int
     """Of all its parameters of two or more dimensions: what its GEMMs read."""
     selected: bool
-    """A Linear whose name matches a glob."""
+    """A Linear whose name matches a glob and that can be hooked."""
+    obstacle: str = ""
+    """Why its calls are not seen, or must not be watched, where that is known beforehand."""
 
     @property
     def is_linear(self) -> bool:
@@ -44,6 +46,7 @@ class Entry:
 def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
     """Every Linear and every other module that directly owns a parameter of two or more dimensions, once."""
     entries: list[Entry] = []
+    compiled, fused = _below(roots, _is_compiled), _below(roots, _has_fused_path)
     for name, module in named_modules(roots):
         if isinstance(module, ParametrizationList):
             continue  # belongs to the module it parametrizes
@@ -57,6 +60,7 @@ def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
         else:
             shape = tuple(largest.shape) if largest is not None else ()
             n_parameters = sum(p.numel() for p in matrices)
+        obstacle = _COMPILED if id(module) in compiled else _FUSED if id(module) in fused else ""
         entries.append(
             Entry(
                 name=name,
@@ -64,10 +68,33 @@ def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
                 shape=shape,
                 dtype=str(largest.dtype).replace("torch.", "") if largest is not None else "",
                 n_parameters=n_parameters,
-                selected=isinstance(module, nn.Linear) and any(fnmatchcase(name, glob) for glob in globs),
+                selected=obstacle != _FUSED and _matches(name, module, globs),
+                obstacle=obstacle,
             )
         )
     return entries
+
+
+_COMPILED = "runs inside torch.compile, where module hooks do not fire"
+_FUSED = "inside torch.nn.TransformerEncoderLayer, whose fused inference path a hook would switch off"
+
+
+def _matches(name: str, module: nn.Module, globs: Sequence[str]) -> bool:
+    return isinstance(module, nn.Linear) and any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _below(roots: list[nn.Module], is_top: Callable[[nn.Module], bool]) -> set[int]:
+    """ids of the modules that are, or are inside, one for which `is_top` holds."""
+    tops = [module for root in roots for module in root.modules() if is_top(module)]
+    return {id(module) for top in tops for module in top.modules()}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
+
+
+def _has_fused_path(module: nn.Module) -> bool:
+    return isinstance(module, nn.TransformerEncoderLayer)
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -98,7 +125,7 @@ def module_rows(entries: list[Entry], probes: dict[str, ModuleProbe]) -> list[di
             {
                 "time_ns": now,
                 "module": entry.name,
-                "class_name": type(entry.module).__name__,
+                "class_name": type_before_parametrizations(entry.module).__name__,
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
                 "n_parameters": entry.n_parameters,
@@ -127,10 +154,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
     if not entry.is_linear:
         return NOT_LINEAR, _why_not_linear(entry)
+    if probe is None and entry.obstacle:
+        return NOT_CALLED, entry.obstacle
     if probe is None:
         return NOT_SELECTED, "its name matches none of the layer patterns"
     if probe.last_probed < 0 or probe.train_rows:
         return PROBED, ""
+    if entry.obstacle:
+        return NOT_CALLED, entry.obstacle
     if probe.why_unread:
         return NOT_CALLED, f"called, but not readable: {probe.why_unread}"
     if not probe.trains and probe.rollout_rows:

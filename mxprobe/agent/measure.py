@@ -15,11 +15,13 @@ here and are counted like any other. G is the gradient of the first micro batch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Callable
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mxprobe.agent.operands import (
+    CPU_BATCH_ELEMENTS,
     IDENTITY_TOLERANCE,
+    Measured,
     Operand,
     Row,
     identity_error,
@@ -54,36 +56,61 @@ def operands(snapshot: Snapshot) -> Iterator[Operand]:
     yield Operand(Role.X_WGRAD, x_s.T, g_s, s.sampled_frac, s.n_tiles)
 
 
-def measure_snapshot(
-    snapshot: Snapshot, config: AgentConfig, *, step: int, previous: Recipe | None, remember: Callable[[Recipe], Any]
+def measure_step(
+    snapshots: Sequence[Snapshot],
+    config: AgentConfig,
+    *,
+    step_base: int,
+    recipes: dict[tuple[str, str], Recipe],
 ) -> Iterator[TableRow]:
-    """Yield (table, row) one operand at a time, so that a caller who must stop can.
+    """Yield (table, row) for the snapshots of one step, a few at a time, so that a caller who must stop can.
 
-    `step` is the run's own number; `previous` the module's last recipe, `remember` gets the new one when exact.
+    `step_base` is the number of steps the run had taken before attach; `recipes` holds the last exact recipe of
+    each (module, phase) and is updated.
     """
-    when: Row = {
-        "step": step,
-        "micro_step": snapshot.micro_step,
-        "time_ns": snapshot.time_ns,
-        "module": snapshot.module,
-        "phase": snapshot.phase,
-    }
-    y = snapshot.y if snapshot.weight.bias is None else snapshot.y.double() - snapshot.weight.bias.double()
-    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y), previous)
-    if sums["exact"]:
-        remember(recipe)
-    sides = {"recipe_x": recipe[0], "recipe_w": recipe[1]}
-    sampled = {"sampled_frac": snapshot.sampled_frac, "n_rows": snapshot.x.shape[0]}
-    yield "outputs", {**when, **sides, **sampled, **sums}
-    if not snapshot.with_operands:
-        return
-    for operand in operands(snapshot):
-        measured = measure_operand(operand, format=config.format, rule=config.rule)
-        key: Row = {**when, "role": operand.role.value, "format": config.format, "rule": config.rule}
-        yield "tensors", {**key, **measured.row}
-        yield from _findings(key, measured.row)
-        for row in measure_corrections(measured, config.whatifs):
+    waiting: dict[int, list[tuple[Row, Measured]]] = {}
+    for snapshot in snapshots:
+        when: Row = {
+            "step": step_base + snapshot.step,
+            "micro_step": snapshot.micro_step,
+            "time_ns": snapshot.time_ns,
+            "module": snapshot.module,
+            "phase": snapshot.phase,
+        }
+        yield "outputs", {**when, **_output_row(snapshot, recipes)}
+        for operand in operands(snapshot) if snapshot.with_operands else ():
+            measured = measure_operand(operand, format=config.format, rule=config.rule)
+            key: Row = {**when, "role": operand.role.value, "format": config.format, "rule": config.rule}
+            yield "tensors", {**key, **measured.row}
+            yield from _findings(key, measured.row)
+            alike = waiting.setdefault(operand.a.shape[1], [])
+            alike.append((key, measured))
+            if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
+                yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
+    for alike in waiting.values():
+        yield from _whatif_rows(alike, config)
+
+
+def _whatif_rows(batch: list[tuple[Row, Measured]], config: AgentConfig) -> Iterator[TableRow]:
+    for (key, _), rows in zip(batch, measure_corrections([m for _, m in batch], config.whatifs)):
+        for row in rows:
             yield "whatif", {**key, **row}
+
+
+def _output_row(snapshot: Snapshot, recipes: dict[tuple[str, str], Recipe]) -> Row:
+    bias = snapshot.weight.bias
+    y = snapshot.y if bias is None else snapshot.y.double() - bias.double()
+    place = (snapshot.module, snapshot.phase)
+    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y), recipes.get(place))
+    if sums["exact"]:
+        recipes[place] = recipe
+    return {
+        "recipe_x": recipe[0],
+        "recipe_w": recipe[1],
+        "sampled_frac": snapshot.sampled_frac,
+        "n_rows": snapshot.x.shape[0],
+        **sums,
+    }
 
 
 def _findings(key: Row, row: Row) -> Iterator[TableRow]:

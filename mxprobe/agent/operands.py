@@ -10,18 +10,25 @@ not reach float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 import mxprobe_kernels
 from mxprobe.schema import OUTPUT_SUMS, Role
+from mxprobe_kernels.formats import Correction, CorrectionKind
 from mxprobe_kernels.torch_backend import ErrorFields
 
 Row = dict[str, Any]
 
 IDENTITY_TOLERANCE = 1e-5
 """Of sum_e2: how far the components of a row may be from their total."""
+
+
+CPU_BATCH_ELEMENTS = 1 << 16
+"""On a CPU, elements handled by one operation: enough to hide its overhead, few enough for the cache."""
+DEVICE_BATCH_ELEMENTS = 1 << 24
 
 
 class Operand(NamedTuple):
@@ -37,13 +44,12 @@ class Operand(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What `measure_operand` hands on to `measure_correction`."""
+    """What `measure_operand` hands on to `measure_corrections`."""
 
     row: Row
     fields: ErrorFields
     b: torch.Tensor
     """float64 [C, N], finite."""
-    out_ref2: float
 
 
 def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
@@ -56,7 +62,7 @@ def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
         "sampled_frac": operand.sampled_frac,
         "n_clusters": operand.n_clusters,
     }
-    return Measured(row, fields, b, row["out_ref2"])
+    return Measured(row, fields, b)
 
 
 def output_sums(fields: ErrorFields, b: torch.Tensor) -> dict[str, float]:
@@ -84,48 +90,59 @@ def output_sums(fields: ErrorFields, b: torch.Tensor) -> dict[str, float]:
     return dict(zip(OUTPUT_SUMS, torch.stack([torch.dot(u, v) for u, v in pairs]).tolist()))
 
 
-def measure_corrections(measured: Measured, corrections: tuple[str, ...]) -> list[Row]:
-    """One row of table `whatif` for each correction: what A and A B would lose under it.
+def measure_corrections(batch: Sequence[Measured], corrections: Sequence[str]) -> Iterator[list[Row]]:
+    """For each operand, one row of table `whatif` per correction: what A and A B would lose under it.
 
+    All operands of the batch have the same contraction length C, so that their rows can be corrected in one call.
     Elements of blocks with a NaN or an infinity are left out, as everywhere. NVFP4's tensor scale comes from the
     sampled rows, the largest of which may be smaller than the tensor's.
     """
-    fields, b = measured.fields, measured.b
-    x, rule = fields.x.float(), fields.rule
-    values: list[torch.Tensor] = []
+    if not corrections:
+        return
+    sizes = [len(m.fields.x) for m in batch]
+    inputs = [m.fields.x.float() for m in batch]
+    together = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+    rule = batch[0].fields.rule
+    corrected: list[Sequence[torch.Tensor]] = []
     for correction in corrections:
-        q = mxprobe_kernels.apply_correction(x, correction, rule=rule, dim=-1).double()
-        e = q - fields.x
-        out, out_zeroed = (torch.cat((e, e * fields.zeroed)) @ b).chunk(2)
-        values.append(
-            torch.stack(
-                (
-                    ((q == 0) & (fields.x != 0)).sum().double(),
-                    (e * e).sum(),
-                    (e * e * fields.on_d).sum(),
-                    (out * out).sum(),
-                    (out_zeroed * out_zeroed).sum(),
-                )
-            )
+        if Correction.parse(correction).kind is CorrectionKind.NVFP4:
+            corrected.append([mxprobe_kernels.apply_correction(x, correction, rule=rule) for x in inputs])
+        else:
+            corrected.append(mxprobe_kernels.apply_correction(together, correction, rule=rule).split(sizes))
+    for i, measured in enumerate(batch):
+        values = _whatif_sums(measured, [parts[i] for parts in corrected]).tolist()
+        shared = {name: measured.row[name] for name in ("n", "out_ref2", "sampled_frac", "n_clusters")}
+        yield [
+            {"correction": name, **shared, "n_zeroed": int(n_zeroed), **dict(zip(_WHATIF_SUMS, sums))}
+            for name, (n_zeroed, *sums) in zip(corrections, values)
+        ]
+
+
+_WHATIF_SUMS = ("sum_e2", "sum_e2_on_d", "out_e2", "out_zeroed2")
+
+
+def _whatif_sums(measured: Measured, corrected: list[torch.Tensor]) -> torch.Tensor:
+    """[n_corrections, 5]: zeroed elements, then `_WHATIF_SUMS`; as many corrections at a time as memory allows."""
+    fields, b = measured.fields, measured.b
+    limit = CPU_BATCH_ELEMENTS if fields.x.device.type == "cpu" else DEVICE_BATCH_ELEMENTS
+    stride = max(limit // max(fields.x.numel(), 1), 1)
+    nonzero = fields.x != 0
+    parts: list[torch.Tensor] = []
+    for start in range(0, len(corrected), stride):
+        q = torch.stack(corrected[start : start + stride])
+        e = q.double() - fields.x
+        out = e @ b
+        out_zeroed = (e * fields.zeroed) @ b
+        zeroed = ((q == 0) & nonzero).sum((1, 2)).double()
+        parts.append(
+            torch.stack((zeroed, _energies(e), _energies(e * fields.on_d), _energies(out), _energies(out_zeroed)), 1)
         )
-    rows: list[Row] = []
-    for correction, numbers in zip(corrections, torch.stack(values).tolist() if values else []):
-        n_zeroed, sum_e2, sum_e2_on_d, out_e2, out_zeroed2 = numbers
-        rows.append(
-            {
-                "correction": correction,
-                "n": measured.row["n"],
-                "n_zeroed": int(n_zeroed),
-                "sum_e2": sum_e2,
-                "sum_e2_on_d": sum_e2_on_d,
-                "out_ref2": measured.out_ref2,
-                "out_e2": out_e2,
-                "out_zeroed2": out_zeroed2,
-                "sampled_frac": measured.row["sampled_frac"],
-                "n_clusters": measured.row["n_clusters"],
-            }
-        )
-    return rows
+    return torch.cat(parts)
+
+
+def _energies(x: torch.Tensor) -> torch.Tensor:
+    """[n, ...] -> ||x_i||^2 [n]."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1).square()
 
 
 def identity_error(row: Row) -> float:

@@ -20,7 +20,6 @@ from typing import Any, Callable
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.guard import Guard, in_backward
@@ -29,7 +28,8 @@ from mxprobe.agent.inventory import Entry, module_rows, take_inventory
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
-from mxprobe.agent.signals import TrainerLog
+from mxprobe.agent.signals import SignalTaps
+from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
 from mxprobe.protocol import AgentConfig
@@ -68,7 +68,7 @@ class Session:
         self.worker = Worker(config, self._recorder, self.guard)
         self._clock = Clock()
         self._schedule = Schedule(config.every, config.weights_every)
-        self._signals = TrainerLog(self._on_signal, self.guard.swallow)
+        self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -79,7 +79,7 @@ class Session:
         self._looked_twice = False
         self._inventoried = False
         self._watch = RootWatch()
-        self._handles.append(register_optimizer_step_post_hook(self._on_optimizer_step))
+        self._unwatch_steps = watch_steps(self._on_optimizer_step)
 
     # Called by the agent's thread.
 
@@ -111,6 +111,10 @@ class Session:
     def abandon(self, reason: str) -> None:
         """Take the hooks out now, whatever the training thread is doing."""
         self._remove(reason)
+
+    def close(self) -> None:
+        """Take out the optimizer hook, inert by now; after `gone`, by the agent's thread."""
+        self._unwatch_steps()
 
     def status(self) -> dict[str, Any]:
         """Where the session stands, as sent in `status` and `detached` frames. Times are sums since attach."""
@@ -265,7 +269,8 @@ class Session:
         self._schedule.close(clock, generated=generated)
         self.n_steps += 1
         self.n_probed += clock.probed
-        step, probed, step_ns, hook_ns = clock.step, clock.probed, clock.step_ns, clock.hook_ns
+        step, probed, step_ns = clock.step, clock.probed, clock.step_ns
+        hook_ns = clock.hook_ns + self._signals.take_ns()
         self.total_step_ns += step_ns
         self.total_hook_ns += hook_ns
         self.worker.put(lambda: self._record_step(step, probed, step_ns, hook_ns))
@@ -296,10 +301,10 @@ class Session:
         self.state = State.GONE
         return True
 
-    # Rows; in the worker, but for `_on_signal` and `_on_error`, which hand over to it.
+    # Rows; in the worker, but for those called `_on_...`, which hand over to it.
 
     def _record_step(self, step: int, probed: bool, step_ns: int, hook_ns: int) -> None:
-        measure_ns = self.worker.take_measure_ns()
+        measure_ns = self.worker.measure()
         self.total_measure_ns += measure_ns
         self._recorder.add(
             "overhead",
@@ -329,8 +334,16 @@ class Session:
         row = {"step": self.worker.step_base + step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}
         self._recorder.add("events", row)
 
-    def _on_signal(self, row: dict[str, Any]) -> None:
-        self.worker.put(lambda: self._recorder.add("signals", row))
+    def _on_signals(self, rows: list[dict[str, Any]]) -> None:
+        self.worker.put(lambda: self._add_signals(rows))
+
+    def _add_signals(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            self._recorder.add("signals", row)
+
+    def _on_event(self, kind: str, detail: str) -> None:
+        step = self._clock.step
+        self.worker.put(lambda: self._event(kind, detail, step))
 
     def _on_error(self, where: str, detail: str) -> None:
         step = self._clock.step

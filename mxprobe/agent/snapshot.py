@@ -13,8 +13,9 @@ import torch
 from mxprobe.agent.sampling import TILE, sample_tiles, take
 from mxprobe.agent.weights import WeightSample
 
-MAX_ELEMENTS = 1 << 24
-"""Rows of a very wide module are cut so that no copied operand holds more elements than this."""
+MAX_ELEMENTS = {"cpu": 1 << 14}
+"""Elements of one copied operand, over which rows are sampled; a CPU measures about 3 million a second."""
+MAX_DEVICE_ELEMENTS = 1 << 24
 
 
 @dataclass
@@ -66,11 +67,8 @@ class Snapshot:
             self.ready = torch.cuda.current_stream(self.x.device).record_event()
 
 
-def row_limit(max_rows: int, *features: int) -> int:
-    return max(min(max_rows, MAX_ELEMENTS // max(features)), TILE)
-
-
 def sample_rows(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> torch.Tensor | None:
     """Indices of the rows of [..., K] to copy; None for all."""
-    limit = row_limit(max_rows, x.shape[-1], out_features)
+    elements = MAX_ELEMENTS.get(x.device.type, MAX_DEVICE_ELEMENTS)
+    limit = min(max_rows, elements // max(x.shape[-1], out_features))
     return sample_tiles(x.numel() // x.shape[-1], limit, seed=seed, device=x.device)

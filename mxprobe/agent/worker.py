@@ -10,7 +10,7 @@ from typing import Any, Callable
 import torch
 
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.measure import measure_snapshot
+from mxprobe.agent.measure import measure_step
 from mxprobe.agent.recipes import Recipe
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.snapshot import Snapshot
@@ -26,8 +26,6 @@ class Worker:
     """Jobs in order of arrival. `submit` and `put` may be called from any thread and do not block."""
 
     def __init__(self, config: AgentConfig, recorder: Recorder, guard: Guard) -> None:
-        self.measure_ns = 0
-        """Time spent measuring since it was last taken by `take_measure_ns`."""
         self.n_abandoned = 0
         """Snapshots given up because the agent had to leave."""
         self.step_base = 0
@@ -39,8 +37,9 @@ class Worker:
         self._busy = False
         self._changed = threading.Condition()
         self._n_snapshots = 0
+        self._held: list[Snapshot] = []
         self._stopping = False
-        self._recipes: dict[Any, Recipe] = {}
+        self._recipes: dict[tuple[str, str], Recipe] = {}
         self._streams: dict[torch.device, Any] = {}
         self._last_flush = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mxprobe-worker", daemon=True)
@@ -52,19 +51,16 @@ class Worker:
             self._changed.notify_all()
 
     def submit(self, snapshot: Snapshot) -> None:
+        """Hand over a snapshot; it is measured with the others of its step, by `measure`."""
         with self._changed:
             self._n_snapshots += 1
-            self._jobs.append(lambda: self._measure(snapshot))
+            self._jobs.append(lambda: self._held.append(snapshot))
             self._changed.notify_all()
 
     @property
     def backlog(self) -> int:
         """Snapshots not yet measured."""
         return self._n_snapshots
-
-    def take_measure_ns(self) -> int:
-        spent, self.measure_ns = self.measure_ns, 0
-        return spent
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job is done; False after the timeout."""
@@ -110,39 +106,39 @@ class Worker:
         self._last_flush = time.monotonic()
         self._do(self._recorder.flush)
 
-    def _measure(self, snapshot: Snapshot) -> None:
+    def measure(self) -> int:
+        """Measure the snapshots handed over since the last call; returns the ns it took. A job's business."""
         started = time.perf_counter_ns()
+        held, self._held = self._held, []
         try:
-            if snapshot.ready is None:
-                self._measure_here(snapshot)
-            else:
-                self._measure_on_own_stream(snapshot)
+            if held and held[0].x.is_cuda:
+                self._measure_on_own_stream(held)
+            elif held:
+                self._measure_here(held)
         finally:
             with self._changed:
-                self._n_snapshots -= 1
-            self.measure_ns += time.perf_counter_ns() - started
+                self._n_snapshots -= len(held)
+        return time.perf_counter_ns() - started
 
-    def _measure_on_own_stream(self, snapshot: Snapshot) -> None:
+    def _measure_on_own_stream(self, snapshots: list[Snapshot]) -> None:
         """Wait for the copies by polling, then compute beside the run's stream; only this thread waits for it."""
-        while not snapshot.ready.query():
+        while not all(snapshot.ready is None or snapshot.ready.query() for snapshot in snapshots):
             time.sleep(_EVENT_POLL_S)
-        device = snapshot.x.device
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            self._measure_here(snapshot)
-            stream.synchronize()  # before the copies are freed for the run's stream to reuse
+        by_device: dict[torch.device, list[Snapshot]] = {}
+        for snapshot in snapshots:
+            by_device.setdefault(snapshot.x.device, []).append(snapshot)
+        for device, here in by_device.items():
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = torch.cuda.Stream(device)
+            with torch.cuda.stream(stream):
+                self._measure_here(here)
+                stream.synchronize()  # before the copies are freed for the run's stream to reuse
 
-    def _measure_here(self, snapshot: Snapshot) -> None:
-        key = (snapshot.module, snapshot.phase)
-
-        def remember(recipe: Recipe) -> None:
-            self._recipes[key] = recipe
-
-        previous: Recipe | None = self._recipes.get(key)
-        step = self.step_base + snapshot.step
-        for table, row in measure_snapshot(snapshot, self._config, step=step, previous=previous, remember=remember):
+    def _measure_here(self, snapshots: list[Snapshot]) -> None:
+        rows = measure_step(snapshots, self._config, step_base=self.step_base, recipes=self._recipes)
+        for table, row in rows:
             self._recorder.add(table, row)
             if self._stopping:
+                self.n_abandoned += len(snapshots)
                 return
