@@ -1,93 +1,146 @@
-"""Training metrics, from the sink that transformers and TRL already log to: `transformers.Trainer.log`.
+"""Training metrics, from the sinks that frameworks and loggers already call: rows of table `signals`.
 
-The class is patched once, only if transformers is imported already; nothing is imported for it.
+Sinks are looked for in `sys.modules`, at attach and at each step boundary. An import hook would also see a sink that
+is imported later, but it would sit in `sys.meta_path` and run at every import of the user's process; a look costs a
+few microseconds a step and misses at most what is logged between the import and the next boundary.
 """
 
 from __future__ import annotations
 
-import functools
+import os
 import sys
 import threading
 import time
 from typing import Any, Callable
 
-SOURCE = "transformers.Trainer.log"
+from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, splice
+from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
+from mxprobe.agent.taps.values import is_on_device, scalar
 
-Emit = Callable[[dict[str, Any]], None]
+NO_STEP = -1
+"""`step` of rows whose call named none: to be placed by their time."""
+
+Row = dict[str, Any]
+Emit = Callable[["list[Row]"], None]
 
 
-class TrainerLog:
-    """Wraps and unwraps `Trainer.log`. `emit` gets rows of table `signals` with `metric` left empty."""
+class SignalTaps:
+    """Every sink of the table that the process has. Callable from any thread; nothing raises.
 
-    def __init__(self, emit: Emit, on_error: Callable[[str, BaseException], None]) -> None:
+    emit(rows): the numbers of one call, `metric` and `estimator` left empty.
+    on_event(kind, detail): `tap` events, which say what is tapped, what could not be, what was left out.
+    on_error(where, error): a call could not be read.
+    """
+
+    def __init__(
+        self,
+        emit: Emit,
+        on_error: Callable[[str, BaseException], None],
+        on_event: Callable[[str, str], None],
+        taps: tuple[Tap, ...] = TAPS,
+    ) -> None:
+        self.n_on_device = 0
+        """Values left out because they lay on a device; reading them would have made the run wait."""
         self._emit = emit
         self._on_error = on_error
-        self._trainer_class: type | None = None
-        self._original: Any = None
-        self._wrapper: Any = None
-        self._depth = threading.local()
-        self._active = False
+        self._on_event = on_event
+        self._waiting = list(taps)
+        self._splices: list[Splice] = []
+        self._lock = threading.RLock()  # an error in here may end the whole session, which unwraps
+        self._closed = False
+        self._pid = os.getpid()
+        self._told: set[str] = set()
+        self._spent_ns = 0
 
     def ensure_wrapped(self) -> None:
-        """Wrap if the class exists by now; cheap enough for every step."""
-        if self._trainer_class is not None:
+        """Tap what has been imported by now; cheap enough for every step, and never waits."""
+        if self._closed or not self._lock.acquire(blocking=False):
             return
-        module = sys.modules.get("transformers.trainer")
-        trainer_class = vars(module).get("Trainer") if module is not None else None
-        if isinstance(trainer_class, type) and "log" in vars(trainer_class):
-            self._wrap(trainer_class)
-
-    def _wrap(self, trainer_class: type) -> None:
-        original = vars(trainer_class)["log"]
-
-        @functools.wraps(original)
-        def log(trainer: Any, logs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._active:
-                return original(trainer, logs, *args, **kwargs)
-            depth = getattr(self._depth, "value", 0)
-            self._depth.value = depth + 1
-            try:
-                if depth == 0:
-                    self._record(trainer, logs)
-                return original(trainer, logs, *args, **kwargs)
-            finally:
-                self._depth.value = depth
-
-        self._trainer_class, self._original, self._wrapper = trainer_class, original, log
-        self._active = True
-        trainer_class.log = log  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            for tap in [tap for tap in self._waiting if _is_loaded(tap.module)]:
+                if not self._closed:
+                    self._waiting.remove(tap)
+                    self._wrap(tap)
+        finally:
+            self._lock.release()
 
     def unwrap(self) -> None:
-        """Put the original back; where somebody has wrapped ours since, ours turns into a plain call."""
-        self._active = False
-        trainer_class, self._trainer_class = self._trainer_class, None
-        if trainer_class is not None and vars(trainer_class).get("log") is self._wrapper:
-            trainer_class.log = self._original  # pyright: ignore[reportAttributeAccessIssue]
+        """Give every function back; where somebody has wrapped ours since, ours turns into a plain call."""
+        with self._lock:
+            self._closed = True
+            for tapped in reversed(self._splices):
+                if not tapped.remove():
+                    self._on_event("tap", f"left in place, passing calls on: {tapped.tap.source} was wrapped again")
+            self._splices.clear()
+        if self.n_on_device:
+            self._on_event("tap", f"{self.n_on_device} values on a device were not recorded")
 
-    def _record(self, trainer: Any, logs: Any) -> None:
+    def take_ns(self) -> int:
+        """Time spent listening since the last call, in the threads that log."""
+        spent, self._spent_ns = self._spent_ns, 0
+        return spent
+
+    def _wrap(self, tap: Tap) -> None:
         try:
-            if not trainer.state.is_world_process_zero:
-                return
-            step, now = int(trainer.state.global_step), time.time_ns()
-            framework = framework_of(type(trainer))
-            for key, value in dict(logs).items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self._emit(
-                        {
-                            "step": step,
-                            "time_ns": now,
-                            "source": SOURCE,
-                            "framework": framework,
-                            "raw_key": str(key),
-                            "metric": "",
-                            "estimator": "",
-                            "value": float(value),
-                        }
-                    )
+            self._splices.append(splice(tap, sys.modules[tap.module], self._listen))
+            self._on_event("tap", f"{tap.source} ({_version(tap.package)})")
+        except TapNotApplicableError as reason:
+            self._on_event("tap", str(reason))
         except Exception as error:
-            self._on_error("Trainer.log", error)
+            self._on_error(f"tap {tap.source}", error)
+
+    def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
+        started = time.perf_counter_ns()
+        try:
+            if os.getpid() == self._pid:  # in a forked child nobody is there to take a row
+                rows = self._rows(tap, arguments)
+                if rows:
+                    self._emit(rows)
+            return True
+        except Exception as error:
+            self._on_error(tap.source, error)
+            return False
+        finally:
+            self._spent_ns += time.perf_counter_ns() - started
+
+    def _rows(self, tap: Tap, arguments: dict[str, Any]) -> list[Row]:
+        now = time.time_ns()
+        rows: list[Row] = []
+        for reading in tap.read(arguments):
+            shared = {
+                "step": NO_STEP if reading.step is None else reading.step,
+                "time_ns": now,
+                "source": f"{tap.source}[{reading.counter}]" if reading.counter else tap.source,
+                "framework": reading.framework or (_framework_in_use() if tap.is_logger else "") or tap.framework,
+            }
+            for key, value in reading.data.items():
+                number = scalar(value)
+                if number is not None:
+                    rows.append({**shared, "raw_key": str(key), "metric": "", "estimator": "", "value": number})
+                elif is_on_device(value):
+                    self._leave_out(tap, str(key))
+        return rows
+
+    def _leave_out(self, tap: Tap, key: str) -> None:
+        self.n_on_device += 1
+        if tap.source not in self._told:
+            self._told.add(tap.source)
+            self._on_event("tap", f"{tap.source} logs {key} as a tensor on a device: such values are not recorded")
 
 
-def framework_of(trainer_class: type) -> str:
-    """`trl` where a class of the trainer's ancestry lives there, else `transformers`."""
-    return "trl" if any(c.__module__.split(".")[0] == "trl" for c in trainer_class.__mro__) else "transformers"
+def _is_loaded(name: str) -> bool:
+    """True for a module whose import has ended; nothing is imported for us."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(vars(module).get("__spec__"), "_initializing", False)
+
+
+def _framework_in_use() -> str:
+    """The RL framework of this process, where exactly one is imported."""
+    found = {framework for package, framework in FRAMEWORK_PACKAGES.items() if package in sys.modules}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _version(package: str) -> str:
+    module = sys.modules.get(package)
+    version = vars(module).get("__version__") if module is not None else None
+    return f"{package} {version}" if isinstance(version, str) else package

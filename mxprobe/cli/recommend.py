@@ -67,7 +67,11 @@ def show(
 
     out = console or Console(highlight=False)
     agreement, coverage = recommendation.agreement, recommendation.coverage
-    words = "" if recommendation.headline.lower().startswith(recommendation.plain_words) else recommendation.plain_words
+    words = (
+        ""
+        if recommendation.headline.casefold().startswith(recommendation.plain_words.casefold())
+        else recommendation.plain_words
+    )
     out.print(f"[bold]{escape(words.upper())}{': ' if words else ''}{escape(recommendation.headline)}[/]\n")
     stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
     seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
@@ -112,7 +116,7 @@ def _corrections(recommendation: Recommendation) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION, caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_CAPTION, caption_justify="left")
     table.add_column("correction", no_wrap=True)
     for name in ("gain [95 %]", "held out", "recovery", "cost"):
         table.add_column(escape(name), justify="right", no_wrap=True)

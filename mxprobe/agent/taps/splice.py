@@ -1,0 +1,133 @@
+"""One function of somebody else's, wrapped where it is defined, until it is given back as it was.
+
+The wrapper listens, then calls the original with the very same arguments. Of calls inside one another (a framework's
+sink, the loggers below it) only the outermost is heard. Nesting is kept in a context variable: it is one per thread
+and, in coroutines, one per task, so a task that waits inside one sink does not silence the others of its thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from contextvars import ContextVar
+from typing import Any, Callable
+
+from mxprobe.agent.taps.table import Tap
+
+Listener = Callable[[Tap, "dict[str, Any]"], bool]
+"""Gets a call's arguments by name; never raises. False: not understood, listen to the sinks below."""
+
+_inside: ContextVar[bool] = ContextVar("mxprobe_inside_a_sink", default=False)
+
+
+class TapNotApplicableError(Exception):
+    """The function is not what the table expects; `str()` says what it is."""
+
+
+class Splice:
+    """A wrapped function. Wrap and remove from any thread: a class attribute changes hands in one store."""
+
+    def __init__(self, tap: Tap, owner: Any, original: types.FunctionType, listen: Listener) -> None:
+        self.tap = tap
+        self.owner = owner
+        self.original = original
+        self.active = True
+        self._listen = listen
+        self._positional = _positional_names(tap, original)
+        self._also: dict[str, tuple[Any, Any]] = {}
+        """Name of a global -> (what we put there, what was there)."""
+        self.wrapper = self._wrap_async() if inspect.iscoroutinefunction(original) else self._wrap()
+        setattr(owner, tap.function, self.wrapper)
+        for module_name, name in tap.also:
+            self._rebind(sys.modules.get(module_name), name)
+
+    def remove(self) -> bool:
+        """Put the original back. False where somebody has wrapped ours since: ours then only passes calls on."""
+        self.active = False
+        for module_name, name in self.tap.also:
+            self._give_back(sys.modules.get(module_name), name)
+        if vars(self.owner).get(self.tap.function) is not self.wrapper:
+            return False
+        setattr(self.owner, self.tap.function, self.original)
+        return True
+
+    def _rebind(self, module: Any, name: str) -> None:
+        held = vars(module).get(name) if module is not None else None
+        if _function_of(held) is not self.original:
+            return
+        ours = types.MethodType(self.wrapper, held.__self__) if isinstance(held, types.MethodType) else self.wrapper
+        self._also[name] = (ours, held)
+        setattr(module, name, ours)
+
+    def _give_back(self, module: Any, name: str) -> None:
+        held = vars(module).get(name) if module is not None else None
+        ours, before = self._also.get(name, (None, None))
+        if held is not None and held is ours:
+            setattr(module, name, before)
+        elif isinstance(held, types.MethodType) and held.__func__ is self.wrapper:  # bound anew in the meantime
+            setattr(module, name, types.MethodType(self.original, held.__self__))
+
+    def _wrap(self) -> Any:
+        original = self.original
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not self.active or _inside.get() or not self._hear(args, kwargs):
+                return original(*args, **kwargs)
+            _inside.set(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _inside.set(False)
+
+        return wrapper
+
+    def _wrap_async(self) -> Any:
+        original = self.original
+
+        @functools.wraps(original)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not self.active or _inside.get() or not self._hear(args, kwargs):
+                return await original(*args, **kwargs)
+            _inside.set(True)
+            try:
+                return await original(*args, **kwargs)
+            finally:
+                _inside.set(False)
+
+        return wrapper
+
+    def _hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._listen(self.tap, {**dict(zip(self._positional, args)), **kwargs})
+
+
+def splice(tap: Tap, module: types.ModuleType, listen: Listener) -> Splice:
+    """Wrap the tap's function in its imported module. TapNotApplicableError where it is not as the table says."""
+    owner = vars(module).get(tap.owner) if tap.owner else module
+    if tap.owner and not isinstance(owner, type):
+        raise TapNotApplicableError(f"tap not applicable: {tap.module} has no class {tap.owner}")
+    original = vars(owner).get(tap.function)
+    if not isinstance(original, types.FunctionType):
+        found = "is missing" if original is None else f"is a {type(original).__name__}, not a function"
+        raise TapNotApplicableError(f"tap not applicable: {tap.source} {found}")
+    return Splice(tap, owner, original, listen)
+
+
+def _positional_names(tap: Tap, original: types.FunctionType) -> list[str]:
+    try:
+        signature = inspect.signature(original)
+    except (TypeError, ValueError) as error:
+        raise TapNotApplicableError(f"tap not applicable: {tap.source} has no readable signature ({error})") from None
+    wanted = (*(("self",) if tap.owner else ()), *tap.parameters)
+    if not set(wanted) <= set(signature.parameters):
+        raise TapNotApplicableError(
+            f"tap not applicable: {tap.source} has signature {signature}, expected parameters {', '.join(wanted)}"
+        )
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in positional]
+
+
+def _function_of(held: Any) -> Any:
+    return held.__func__ if isinstance(held, types.MethodType) else held

@@ -1,0 +1,132 @@
+"""Every sink that is tapped: where it is, the parameters its reader needs, how a call is read.
+
+Versions looked at: transformers 5.24, verl 0.9.1, OpenRLHF 0.11.2, NeMo-RL, slime, miles and prime-rl of autumn 2026,
+AReaL 1.0.4, SkyRL 0.3, wandb 0.31, TensorBoard of torch 2.13, trackio 0.43, MLflow 3.17, swanlab 0.10. A call that
+goes through several of them is recorded by the outermost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mxprobe.agent.taps import readers
+from mxprobe.agent.taps.readers import Reader
+
+
+@dataclass(frozen=True)
+class Tap:
+    module: str
+    owner: str
+    """Class that defines the function; empty where it is the module's own."""
+    function: str
+    parameters: tuple[str, ...]
+    """Names that the function must take; `self` of a method is implied."""
+    read: Reader
+    framework: str
+    """Whose keys these are: the framework's; the logger's own name where `is_logger`."""
+    is_logger: bool = False
+    """Carries anybody's keys."""
+    also: tuple[tuple[str, str], ...] = ()
+    """(module, name) of globals that may hold the same function, or a method bound to it."""
+
+    @property
+    def source(self) -> str:
+        return ".".join(part for part in (self.module, self.owner, self.function) if part)
+
+    @property
+    def package(self) -> str:
+        return self.module.split(".")[0]
+
+
+_DATA_STEP = readers.named("data")
+
+FRAMEWORK_TAPS: tuple[Tap, ...] = (
+    Tap("transformers.trainer", "Trainer", "log", ("logs",), readers.trainer_log, "transformers"),
+    Tap("verl.utils.tracking", "Tracking", "log", ("data", "step"), _DATA_STEP, "verl"),
+    Tap(
+        "openrlhf.trainer.ppo_trainer",
+        "BasePPOTrainer",
+        "save_logs_and_checkpoints",  # called without any logger too, and once where both loggers are on
+        ("global_step", "logs_dict"),
+        readers.prefixed("train/", "logs_dict", "global_step"),
+        "openrlhf",
+    ),
+    *(
+        Tap(
+            "openrlhf.utils.logging_utils",
+            logger,
+            f"log_{phase}",
+            ("global_step", "logs_dict"),
+            readers.prefixed(f"{phase}/", "logs_dict", "global_step"),
+            "openrlhf",
+        )
+        for logger in ("WandbLogger", "TensorboardLogger")
+        for phase in ("train", "eval")
+    ),
+    Tap("nemo_rl.utils.logger", "Logger", "log_metrics", ("metrics", "step", "prefix"), readers.nemo_rl, "nemo-rl"),
+    *(
+        Tap(module, "", "log", ("metrics", "step_key"), readers.step_keyed, framework)
+        for module, framework in (
+            ("slime.observability.logging_utils", "slime"),
+            ("slime.utils.logging_utils", "slime"),
+            ("miles.utils.tracking_utils.tracking", "miles"),
+        )
+    ),
+    Tap("areal.utils.stats_logger", "StatsLogger", "commit", ("global_step", "data"), readers.areal, "areal"),
+    Tap("skyrl.train.utils.tracking", "Tracking", "log", ("data", "step"), _DATA_STEP, "skyrl"),
+    Tap("skyrl_train.utils.tracking", "Tracking", "log", ("data", "step"), _DATA_STEP, "skyrl"),
+    Tap("prime_rl.monitors", "", "log", ("data", "step"), readers.prime_rl, "prime-rl"),
+)
+
+LOGGER_TAPS: tuple[Tap, ...] = (
+    Tap(
+        "wandb.sdk.wandb_run",
+        "Run",
+        "log",
+        ("data", "step"),
+        readers.counted("data", "_local_step", "_step"),
+        "wandb",
+        True,
+        also=(("wandb", "log"),),  # bound to the run by `wandb.init`
+    ),
+    *(
+        Tap(
+            module,
+            "SummaryWriter",
+            "add_scalar",
+            ("tag", "scalar_value", "global_step"),
+            readers.one_value("tag", "scalar_value", "global_step"),
+            "tensorboard",
+            True,
+        )
+        for module in ("torch.utils.tensorboard.writer", "tensorboardX.writer")
+    ),
+    Tap(
+        "trackio.run",
+        "Run",
+        "log",
+        ("metrics", "step"),
+        readers.counted("metrics", "_next_step"),
+        "trackio",
+        True,
+    ),
+    Tap(
+        "mlflow.tracking.client",
+        "MlflowClient",
+        "log_metric",
+        ("key", "value", "step"),
+        readers.one_value("key", "value", "step"),
+        "mlflow",
+        True,
+    ),
+    Tap("mlflow.tracking.client", "MlflowClient", "log_batch", ("metrics",), readers.mlflow_batch, "mlflow", True),
+    Tap("swanlab.sdk.internal.run", "Run", "log", ("data", "step"), _DATA_STEP, "swanlab", True),
+    Tap("swanlab", "", "log", ("data", "step"), _DATA_STEP, "swanlab", True),
+)
+
+TAPS: tuple[Tap, ...] = FRAMEWORK_TAPS + LOGGER_TAPS
+
+# Package -> framework, for calls that reach a logger on another way than through the framework's own sink.
+FRAMEWORK_PACKAGES: dict[str, str] = {
+    tap.package: tap.framework for tap in FRAMEWORK_TAPS if tap.framework != "transformers"
+}

@@ -1,0 +1,96 @@
+"""The numbers that limits are about, taken from a trace: per operand, per module, and of the whole run.
+
+Sums over all steps and ranks come first, the division last; what a tensor of zeros cannot tell is left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from mxprobe.attribution.coverage import coverage_of
+from mxprobe.attribution.measured import measure
+from mxprobe.attribution.ratios import output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.symptom import mismatch
+from mxprobe.trace import Trace
+
+OPERAND_LIMITS: dict[str, str] = {
+    "max_nmse": "nmse",
+    "max_output_error": "out_error",
+    "max_zero_frac": "zero_frac",
+    "max_saturated_frac": "saturated_frac",
+}
+"""Limit -> the ratio it bounds, per module, role and phase."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number. `role` and `phase` are "" where they say nothing; `module` is "" for the whole run."""
+
+    value: float
+    module: str = ""
+    role: str = ""
+    phase: str = ""
+
+
+def operand_measures(trace: Trace, limit: str, roles: tuple[str, ...]) -> Iterator[Measure]:
+    """Of each module, role and phase in `tensors`; all roles if none are given."""
+    rows = trace.tensors()
+    if roles:
+        rows = rows[rows["role"].isin(list(roles))]
+    if rows.empty:
+        return
+    sums = totals(rows, ["module", "role", "phase"])
+    ratios = pd.concat([tensor_ratios(sums), output_ratios(sums)], axis=1)
+    keys = (sums[name].astype(str) for name in ("module", "role", "phase"))
+    for module, role, phase, value in zip(*keys, ratios[OPERAND_LIMITS[limit]], strict=True):
+        if np.isfinite(value):
+            yield Measure(float(value), module, role, phase)
+
+
+def realised_measures(trace: Trace) -> Iterator[Measure]:
+    """Realised output error of each module and phase in `outputs`."""
+    rows = realised_ratios(trace.outputs(), ["module", "phase"])
+    for module, phase, value in zip(
+        rows["module"].astype(str), rows["phase"].astype(str), rows["realised"], strict=True
+    ):
+        if np.isfinite(value):
+            yield Measure(float(value), module, "", phase)
+
+
+def run_measure(trace: Trace, limit: str) -> Measure | None:
+    """Of the whole run; None where the trace cannot tell. KeyError for a limit that is not about a run."""
+    value = {
+        "max_mismatch": _mismatch,
+        "max_nonfinite": _nonfinite,
+        "min_coverage": lambda t: coverage_of(t.modules()).flops_frac,
+        "min_steps": lambda t: float(measure(t).n_steps),
+        "max_overhead": _overhead,
+        "max_dropped": _dropped,
+    }[limit](trace)
+    return None if value is None or not np.isfinite(value) else Measure(value)
+
+
+def _mismatch(trace: Trace) -> float | None:
+    measured = measure(trace)
+    found = mismatch(measured, np.ones(measured.n_clusters))
+    return found.median if found.n_modules else None
+
+
+def _nonfinite(trace: Trace) -> float | None:
+    rows = trace.tensors()
+    return float(rows["n_nonfinite"].sum()) if len(rows) else None
+
+
+def _overhead(trace: Trace) -> float | None:
+    """Time in our hooks over step time, all ranks together."""
+    rows = trace.overhead()
+    steps = float(rows["step_ns"].sum())
+    return float(rows["probe_ns"].sum()) / steps if steps > 0 else None
+
+
+def _dropped(trace: Trace) -> float | None:
+    """The counter runs from attach on: the last one of each rank."""
+    rows = trace.overhead()
+    return float(rows.groupby("rank")["n_dropped"].max().sum()) if len(rows) else None

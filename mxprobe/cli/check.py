@@ -1,0 +1,80 @@
+"""`mxprobe check TRACE`: the gate for CI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mxprobe.errors import EXIT_BREACHED, UsageError
+
+if TYPE_CHECKING:
+    from mxprobe.checks import CheckResult
+
+_SHOWN_PER_LIMIT = 10
+
+
+@click.command("check")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Limits from this file instead of the nearest mxprobe.toml or pyproject.toml.",
+)
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a limit, e.g. max_nmse=0.02.")
+@click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
+@click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write JUnit XML to this file, too.")
+@click.pass_context
+def command(
+    context: click.Context,
+    trace: Path,
+    config: Path | None,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    junit: Path | None,
+) -> None:
+    """Hold TRACE against the limits in [check]; exit 0 when all hold, 1 when one is breached or cannot be checked.
+
+    Exits 2 when no limit is set or a key is unknown, 3 when there is no readable trace.
+    """
+    from mxprobe.checks import check_trace, to_junit
+    from mxprobe.config import load
+    from mxprobe.trace import open_trace
+
+    settings = load(config=config, assignments=assignments, sections=("verdict", "check"))
+    opened = open_trace(trace)
+    result = check_trace(opened, settings)
+    if junit is not None:
+        try:
+            junit.write_text(to_junit(result, str(trace)), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {junit}: {error.strerror or error}") from None
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        _print(result)
+    if not result.passed:
+        context.exit(EXIT_BREACHED)
+
+
+def _print(result: CheckResult) -> None:
+    """A line per limit, the worst offenders below it; notes on standard error."""
+    from mxprobe.checks.junit import sentence
+
+    for problem in result.problems:
+        click.echo(f"note: {problem}", err=True)
+    for limit in dict.fromkeys(finding.limit for finding in result.findings):
+        findings = [finding for finding in result.findings if finding.limit == limit]
+        failures = [finding for finding in findings if finding in result.failures]
+        word = "FAIL" if failures else "ok"
+        several = f" ({len(failures)} of {len(findings)} over it)" if failures and len(findings) > 1 else ""
+        checked = f" ({len(findings)} checked)" if not failures and len(findings) > 1 else ""
+        click.echo(f"{word:<4}  {limit}{several}{checked}")
+        failures.sort(key=lambda finding: -finding.value if isinstance(finding.value, float) else 0.0)
+        for finding in failures[:_SHOWN_PER_LIMIT]:
+            click.echo(f"        {sentence(finding).partition(': ')[2]}")
+        if len(failures) > _SHOWN_PER_LIMIT:
+            click.echo(f"        and {len(failures) - _SHOWN_PER_LIMIT} more; --json lists all")
+    click.echo("all limits hold" if result.passed else f"{len(result.failures)} breached or not checked")
