@@ -206,7 +206,7 @@ def load(
 
     Args:
         config: this file instead of those found from `start` (default: the working directory) upwards.
-        assignments: `section.key=value` from the command line; the section may be left out where it is clear.
+        assignments: `section.key=value` from the command line; without a section, the last that has such a key.
         sections: those to read; the others are not looked at.
         environ: default `os.environ`.
 
@@ -322,7 +322,8 @@ def _assignment(text: str, sections: Sequence[str]) -> tuple[Key, str]:
     if not equals or not name:
         raise UsageError(f"{text!r} is not an assignment", remedy="write --set KEY=VALUE, e.g. --set max_nmse=0.02")
     if not dot:
-        section = next((each for each in sections if any(name == key.name for key in keys_of(each))), sections[-1])
+        having = [each for each in sections if any(name == key.name for key in keys_of(each))]
+        section = (having or list(sections))[-1]
     if section not in sections:
         raise UsageError(f"no section {section!r} here{_nearest(section, sections)}", remedy=", ".join(sections))
     return _key(section, name, COMMAND_LINE), value.strip()

@@ -48,5 +48,5 @@ def _either(names: Sequence[str]) -> str:
 
 def _clean(text: str) -> str:
     return "".join(
-        c if c in "\t\n" or (" " <= c and not "\ud800" <= c <= "\udfff" and c < "\ufffe") else "?" for c in text
+        c if c in "\t\n" or (c >= " " and not "\ud800" <= c <= "\udfff" and c < "\ufffe") else "?" for c in text
     )

@@ -11,7 +11,7 @@ import click
 from mxprobe.errors import EXIT_BREACHED, UsageError
 
 if TYPE_CHECKING:
-    from mxprobe.checks import CheckResult
+    from mxprobe.checks import CheckResult, Finding
 
 _SHOWN_PER_LIMIT = 10
 
@@ -68,13 +68,24 @@ def _print(result: CheckResult) -> None:
     for limit in dict.fromkeys(finding.limit for finding in result.findings):
         findings = [finding for finding in result.findings if finding.limit == limit]
         failures = [finding for finding in findings if finding in result.failures]
-        word = "FAIL" if failures else "ok"
-        several = f" ({len(failures)} of {len(findings)} over it)" if failures and len(findings) > 1 else ""
-        checked = f" ({len(findings)} checked)" if not failures and len(findings) > 1 else ""
-        click.echo(f"{word:<4}  {limit}{several}{checked}")
+        if failures:
+            several = f"  {len(failures)} of {len(findings)} beyond it" if len(findings) > 1 else ""
+            click.echo(f"FAIL  {limit}{several}")
+        else:
+            click.echo(f"ok    {limit}  {_worst(findings)}")
         failures.sort(key=lambda finding: -finding.value if isinstance(finding.value, float) else 0.0)
         for finding in failures[:_SHOWN_PER_LIMIT]:
             click.echo(f"        {sentence(finding).partition(': ')[2]}")
         if len(failures) > _SHOWN_PER_LIMIT:
             click.echo(f"        and {len(failures) - _SHOWN_PER_LIMIT} more; --json lists all")
     click.echo("all limits hold" if result.passed else f"{len(result.failures)} breached or not checked")
+
+
+def _worst(findings: list[Finding]) -> str:
+    """`0.0123 (limit 0.03)`: the worst value and the limit it was held against."""
+    numeric = [(each.value, each.bound) for each in findings if isinstance(each.value, float)]
+    if not numeric:
+        return str(findings[0].value)
+    is_floor = findings[0].limit.startswith("min_")
+    value, bound = max(numeric, key=lambda pair: -pair[0] if is_floor else pair[0])
+    return f"{'worst of ' + str(len(numeric)) + ': ' if len(numeric) > 1 else ''}{value:.4g} (limit {bound:g})"
