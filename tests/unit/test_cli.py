@@ -1,0 +1,119 @@
+"""The command line: quick, lazy, its surface frozen, its errors in words with their exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mxprobe.cli import COMMANDS, main
+from mxprobe.cli.durations import Duration
+
+OPTIONS = {
+    "attach": {
+        "output",
+        "every",
+        "weights_every",
+        "layers",
+        "rule",
+        "duration",
+        "step_timeout",
+        "wait",
+        "background",
+    },
+    "detach": set[str](),
+    "status": {"as_json"},
+    "run": {"output"},
+    "doctor": {"as_json", "install_listener", "remove_listener"},
+}
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom mxprobe.cli import main\n"
+        "try:\n main(['--help'])\nexcept SystemExit as e:\n assert e.code == 0\n"
+        "heavy = {'torch', 'pandas', 'pyarrow', 'plotly', 'numpy', 'rich', 'triton'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    seconds: list[float] = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_listed_command_exists_and_explains_itself(name: str) -> None:
+    command = importlib.import_module(f"mxprobe.cli.{name}").command
+    assert isinstance(command, click.Command)
+    assert command.name == name
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0
+    assert (command.help or "").splitlines()[0][:40] in result.output
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_the_documented_ones(name: str) -> None:
+    command = importlib.import_module(f"mxprobe.cli.{name}").command
+    options = {parameter.name for parameter in command.params if isinstance(parameter, click.Option)}
+    assert options == OPTIONS[name]
+
+
+def test_attach_loads_no_torch_before_it_knows_the_process() -> None:
+    code = (
+        "import sys\nfrom mxprobe.cli import main\ntry:\n main(['attach', '4194304'])\nexcept SystemExit as e:\n"
+        " assert e.code == 4\nassert not {'torch', 'pandas', 'pyarrow'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("mxprobe: There is no process 4194304.\n  likely cause: ")
+    assert "what to do:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["nonsense"], 2),
+        (["attach"], 2),
+        (["attach", "0"], 2),
+        (["attach", "self"], 2),
+        (["attach", "1", "--every", "0"], 2),
+        (["attach", "1", "--rule", "round"], 2),
+        (["attach", "1", "--duration", "soon"], 2),
+        (["attach", "4194304"], 4),
+        (["detach", "4194304"], 4),
+        (["status", "4194304"], 4),
+        (["run"], 2),
+        (["run", "--", "no-such-program-anywhere"], 2),
+        (["doctor", "--install-listener", "--remove-listener"], 2),
+    ],
+)
+def test_exit_codes(arguments: list[str], code: int) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr != ""
+
+
+def test_nothing_attached_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: str) -> None:
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    result = CliRunner().invoke(main, ["status", "--json"])
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("1.5H", 5400.0)])
+def test_durations(text: str, seconds: float) -> None:
+    assert Duration().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-1s", "0", "inf", "nan", "ten"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Duration().convert(text, None, None)
