@@ -39,6 +39,6 @@ class Schedule:
         if generated:
             self._generates, self._owed_until = True, 0
         elif clock.probed and self._generates is not False:
-            self._owed_until = clock.step + self._every
-        elif clock.step == self._owed_until and self._generates is None:
+            self._owed_until = clock.step + self._every - 1
+        elif clock.only_outputs and clock.step == self._owed_until and self._generates is None:
             self._generates = False

@@ -1,0 +1,141 @@
+"""Rows of a step from a snapshot, against the same numbers from whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mxprobe_kernels
+from mxprobe.agent.measure import measure_step
+from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.weights import sample_weight
+from mxprobe.protocol import AgentConfig
+from mxprobe.schema import TABLES, Role
+
+ROWS, K, OUT = 96, 64, 48
+
+
+def snapshot(*, bias: bool = False, max_features: int = 4096, rows: int = ROWS, **changes: Any) -> Snapshot:
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Linear(K, OUT, bias=bias)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(rows, K, generator=generator)
+    weight = sample_weight(module, max_features=max_features, seed=5)
+    assert weight is not None
+    y = module(x).detach()
+    values: dict[str, Any] = {
+        "module": "layers.0.up",
+        "phase": "train",
+        "step": 3,
+        "micro_step": 0,
+        "time_ns": 17,
+        "n_rows": rows,
+        "row_index": None,
+        "x": x,
+        "y": y if weight.out_index is None else y[:, weight.out_index],
+        "weight": weight,
+        "with_operands": True,
+        "with_weights": True,
+        "gradient": torch.randn(rows, OUT, generator=generator),
+    }
+    return Snapshot(**{**values, **changes})
+
+
+def measure(snapshot: Snapshot, **config: Any) -> dict[str, list[dict[str, Any]]]:
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for table, row in measure_step([snapshot], AgentConfig(**config), step_base=100, recipes={}):
+        tables.setdefault(table, []).append(row)
+    return tables
+
+
+def by_role(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["role"]: row for row in rows}
+
+
+def test_every_row_has_exactly_the_columns_of_its_table():
+    tables = measure(snapshot())
+    assert set(tables) == {"outputs", "tensors", "whatif"}
+    for table, rows in tables.items():
+        for row in rows:
+            assert set(row) == {name for name, _ in TABLES[table]}
+    assert {row["step"] for rows in tables.values() for row in rows} == {103}
+
+
+def test_each_role_is_quantized_along_its_own_contraction_axis():
+    s = snapshot()
+    rows = by_role(measure(s)["tensors"])
+    x, g, w = s.x, s.gradient, s.weight.rows
+    assert g is not None
+    for role, tensor, dim, other in (
+        (Role.X_FWD, x, 1, w.T),
+        (Role.W_FWD, w, 1, x.T),
+        (Role.G_DGRAD, g, 1, w),
+        (Role.W_DGRAD, w, 0, g.T),
+        (Role.G_WGRAD, g, 0, x),
+        (Role.X_WGRAD, x, 0, g),
+    ):
+        row = rows[role.value]
+        fields = mxprobe_kernels.error_fields(tensor, dim=dim)
+        assert row["sum_e2"] == pytest.approx(fields.decomposition().sum_e2, rel=1e-12), role
+        e = fields.q - tensor.double()
+        product = (e if dim == 1 else e.T) @ other.double()
+        assert row["out_e2"] == pytest.approx(float((product**2).sum()), rel=1e-9), role
+        reference = (tensor if dim == 1 else tensor.T).double() @ other.double()
+        assert row["out_ref2"] == pytest.approx(float((reference**2).sum()), rel=1e-9), role
+
+
+def test_roles_follow_what_is_at_hand():
+    assert set(by_role(measure(snapshot(gradient=None))["tensors"])) == {"x_fwd", "w_fwd"}
+    assert set(by_role(measure(snapshot(with_weights=False))["tensors"])) == {"x_fwd", "g_dgrad", "g_wgrad", "x_wgrad"}
+    assert set(measure(snapshot(with_operands=False))) == {"outputs"}
+
+
+def test_one_whatif_row_for_each_operand_and_correction():
+    whatif = measure(snapshot(), whatifs=("rule:even", "of:0.5", "nvfp4"))["whatif"]
+    assert len({(row["role"], row["correction"]) for row in whatif}) == len(whatif) == 6 * 3
+
+
+def test_the_bias_is_no_error():
+    (row,) = measure(snapshot(bias=True))["outputs"]
+    assert row["exact"]
+    assert row["realised2"] < 1e-9 * row["ref2"]
+
+
+def test_sampling_is_recorded():
+    index = torch.arange(32)
+    rows = by_role(measure(snapshot(rows=32, n_rows=320, row_index=index))["tensors"])
+    assert {row["sampled_frac"] for role, row in rows.items() if role[0] in "xg"} == {0.1}
+    assert {row["n_clusters"] for role, row in rows.items() if role[0] in "xg"} == {1}
+    assert rows["w_fwd"]["sampled_frac"] == 1.0
+
+
+def test_sampled_features_keep_whole_blocks_of_both_directions():
+    s = snapshot(max_features=32)
+    assert s.weight.rows.shape == (32, K)
+    assert s.weight.columns.shape == (OUT, 32)
+    tables = measure(s)
+    assert tables["outputs"][0]["exact"]
+    rows = by_role(tables["tensors"])
+    assert rows["w_fwd"]["n"] == 32 * K
+    assert rows["w_dgrad"]["n"] == OUT * 32
+    assert rows["w_fwd"]["sampled_frac"] == pytest.approx(32 / OUT)
+    assert rows["g_dgrad"]["n"] == ROWS * OUT
+
+
+def test_non_finite_values_are_an_event():
+    s = snapshot()
+    s.x[0, 0] = float("nan")
+    events = measure(s)["events"]
+    assert {event["kind"] for event in events} == {"nonfinite"}
+    assert "layers.0.up x_fwd: 1 non-finite elements, 1 blocks left out" in [event["detail"] for event in events]
+
+
+def test_the_last_exact_recipe_is_remembered():
+    recipes: dict[tuple[str, str], tuple[str, str]] = {}
+    list(measure_step([snapshot()], AgentConfig(), step_base=0, recipes=recipes))
+    assert recipes == {("layers.0.up", "train"): ("none", "none")}

@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from mxprobe.agent.recipes import CORRECTED, NONE, RULES, Call, candidates, infer_recipe, quantize
+
+
+@pytest.fixture
+def call() -> Call:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 128, generator=generator)
+    x[:, 7::32] *= 20
+    w = torch.randn(80, 128, generator=generator)
+    for operand in (x, w):  # a block maximum of exactly 3.5 is the one thing in which `oas` differs from `even`
+        operand[:, 96:].clamp_(-3, 3)
+        operand[:, 96] = 3.5
+    return Call(x, w, x.double() @ w.double().T)
+
+
+def run(call: Call, recipe_x: str, recipe_w: str) -> Call:
+    y = quantize(call.x, recipe_x).double() @ quantize(call.w, recipe_w).double().T
+    return call._replace(y=y)
+
+
+@pytest.mark.parametrize("name", [*RULES, *CORRECTED])
+@pytest.mark.parametrize("side", ["both", "x", "w"])
+def test_a_planted_recipe_is_found(call: Call, name: str, side: str):
+    planted = (NONE if side == "w" else name, NONE if side == "x" else name)
+    recipe, sums = infer_recipe(run(call, *planted))
+    assert recipe == planted
+    assert sums["exact"]
+    assert sums["realised2"] == pytest.approx(sums["predicted2"], rel=1e-3)
+
+
+def test_an_untouched_product_is_none(call: Call):
+    recipe, sums = infer_recipe(call)
+    assert recipe == (NONE, NONE)
+    assert sums["exact"]
+    assert sums["predicted2"] == 0
+    assert sums["realised2"] < 1e-9 * sums["ref2"]
+
+
+def test_a_bfloat16_layer_is_none_and_a_bfloat16_output_is_still_exact(call: Call):
+    halves = Call(call.x.bfloat16(), call.w.bfloat16(), (call.x.bfloat16() @ call.w.bfloat16().T))
+    assert infer_recipe(halves)[0] == (NONE, NONE)
+    quantized = run(call, "mxfp4+rceil", "mxfp4+rceil")
+    recipe, sums = infer_recipe(quantized._replace(y=quantized.y.bfloat16()))
+    assert recipe == ("mxfp4+rceil", "mxfp4+rceil")
+    assert sums["exact"]
+
+
+def test_stale_weights_are_far_from_what_any_recipe_predicts(call: Call):
+    other = call._replace(w=call.w + 0.5 * torch.randn(call.w.shape, generator=torch.Generator().manual_seed(2)))
+    stale = call._replace(y=run(other, "mxfp4+rceil", "mxfp4+rceil").y)
+    _, sums = infer_recipe(stale)
+    assert not sums["exact"]
+    assert sums["realised2"] > 1.25 * sums["predicted2"]
+    assert sums["residual2"] > 0.01 * sums["ref2"]
+
+
+def test_where_recipes_agree_the_previous_one_stays_and_rceil_is_named_first():
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(32, 64, generator=generator), torch.randn(48, 64, generator=generator)
+    even = run(Call(x, w, x), "mxfp4+even", "mxfp4+even")
+    assert torch.equal(even.y, run(even, "mxfp4+oas", "mxfp4+oas").y)
+    assert infer_recipe(even)[0] == ("mxfp4+even", "mxfp4+even")
+    assert infer_recipe(even, ("mxfp4+oas", "mxfp4+oas"))[0] == ("mxfp4+oas", "mxfp4+oas")
+    assert RULES[0] == "mxfp4+rceil"
+
+
+def test_a_recipe_that_fits_the_first_rows_only_is_not_taken(call: Call):
+    mixed = run(call, "mxfp4+rceil", "mxfp4+rceil")
+    y = mixed.y.clone()
+    y[20:] = run(call, "mxfp4+floor", "mxfp4+floor").y[20:]
+    _, sums = infer_recipe(mixed._replace(y=y))
+    assert not sums["exact"]
+
+
+def test_each_recipe_is_tried_once():
+    previous = ("mxfp4+floor", NONE)
+    tried = list(candidates(previous))
+    assert tried[0] == previous
+    assert len(tried) == len(set(tried)) == 1 + 3 * len((*RULES, *CORRECTED))

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Set
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.schedule import Schedule
+
+
+def run(schedule: Schedule, n: int, *, busy: Set[int] = frozenset(), generates: Set[int] = frozenset()) -> str:
+    """One letter per step: W probed with weights, P probed, o outputs only, . nothing."""
+    clock, letters = Clock(), ""
+    for step in range(1, n + 1):
+        schedule.plan(clock, busy=step in busy)
+        letters += "W" if clock.with_weights else "P" if clock.probed else "o" if clock.only_outputs else "."
+        watched = clock.probed or clock.only_outputs
+        schedule.close(clock, generated=watched and step in generates)
+        clock.next()
+    return letters
+
+
+def test_the_first_step_and_every_nth_are_probed_and_weights_less_often():
+    assert run(Schedule(3, 6), 14, generates=set(range(20))) == "W..P..W..P..W."
+
+
+def test_a_step_that_is_due_while_measuring_is_put_off():
+    assert run(Schedule(4, 100), 13, busy={5, 6}, generates=set(range(20))) == "W.....P.P...P"
+
+
+def test_a_generation_that_was_missed_is_looked_for_in_the_steps_after():
+    assert run(Schedule(6, 100), 12, generates={3, 4, 8}) == "Woo...Po...."
+
+
+def test_a_run_that_never_generates_is_looked_at_once():
+    assert run(Schedule(4, 100), 12) == "WoooP...P..."
