@@ -73,13 +73,13 @@ def _row(score: CorrectionScore, recommendation: Recommendation, low: float) -> 
         f"{score.bits_per_element:g}",
     ]
     name = [describe(score.correction), tag("code", score.correction)]
-    note = tag("span", score.note, class_="note") if score.note else ""
+    note = tag("span", score.note, class_="side") if score.note else ""
     return tag(
         "tr",
         tag("td", *name, class_="what"),
         tag("td", _forest(score, low)),
         *[tag("td", text, class_="num") for text in numbers],
-        tag("td", *marks, note, class_="tags" if marks and not score.note else None),
+        tag("td", *marks, note, class_="tags", title=score.note or None),
         class_="named" if score.correction in recommendation.chosen else None,
     )
 
@@ -94,7 +94,7 @@ def _forest(score: CorrectionScore, low: float) -> Html:
         return Html("–")
 
     def at(value: float) -> str:
-        return f"{100 * (min(max(value, low), 1.0) - low) / (1.0 - low):.2f}%"
+        return f"{2 + 96 * (min(max(value, low), 1.0) - low) / (1.0 - low):.2f}%"
 
     zero = tag("line", x1=at(0), x2=at(0), y1="0", y2="20", stroke="var(--line)")
     axis = tag("line", x1="0", x2="100%", y1="10", y2="10", stroke="var(--grid-line)")

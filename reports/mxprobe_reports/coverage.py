@@ -1,20 +1,16 @@
-"""How much of the work was seen, and what was not and why; what the probe cost."""
+"""How much of the work was seen, and what was not and why."""
 
 import numpy as np
 import pandas as pd
 
 from mxprobe.attribution import Recommendation
 
-from .markup import Html, basis, bytes_text, card, duration_text, pairs, percent, table, tag
+from .markup import Html, basis, card, percent, table, tag
 
 MAX_NOT_SEEN = 40
 
 
-def section(recommendation: Recommendation, modules: pd.DataFrame, overhead: pd.DataFrame) -> Html:
-    return tag("div", _coverage(recommendation, modules), _overhead(overhead), class_="row two", id="coverage")
-
-
-def _coverage(recommendation: Recommendation, modules: pd.DataFrame) -> Html:
+def section(recommendation: Recommendation, modules: pd.DataFrame) -> Html:
     coverage = recommendation.coverage
     title, kind = "Coverage", basis("measured", "forward FLOPs of weight GEMMs")
     if coverage.flops_frac is None:
@@ -56,39 +52,3 @@ def _not_seen(modules: pd.DataFrame) -> Html:
     more = tag("p", f"{rest} more are in the modules table of the trace.", class_="note") if rest > 0 else ""
     title = tag("h3", "Not seen", style="margin-top: 6px")
     return title + table(["module", "class", "work", "why"], rows, numeric=(2,)) + more
-
-
-def _overhead(overhead: pd.DataFrame) -> Html:
-    title, kind = "Overhead", basis("measured")
-    step_ns = pd.to_numeric(overhead["step_ns"]).astype(float).to_numpy()
-    probe_ns = pd.to_numeric(overhead["probe_ns"]).astype(float).to_numpy()
-    timed = np.isfinite(step_ns) & np.isfinite(probe_ns) & (step_ns > 0)
-    if not timed.any():
-        return card(title, tag("p", "No step was timed in this trace.", class_="empty"), kind=kind)
-    probed = overhead["probed"].fillna(False).astype(bool).to_numpy() & timed
-    training = step_ns[timed].sum() - probe_ns[timed].sum()
-    share = probe_ns[timed].sum() / training if training > 0 else np.nan
-    plain = timed & ~probed
-    last = overhead.sort_values("time_ns").groupby("rank" if "rank" in overhead else overhead.index * 0).last()
-    ended = {name: float(pd.to_numeric(last[name]).sum()) for name in ("n_dropped", "n_errors", "sent_bytes")}
-    entries = [
-        ("steps timed", f"{int(timed.sum())}, {int(probed.sum())} of them probed"),
-        ("step without probing, median", _median(step_ns[plain])),
-        ("step with probing, median", _median(step_ns[probed])),
-        ("time in our hooks, probed step", _median(probe_ns[probed])),
-        ("time in our hooks, other step", _median(probe_ns[plain])),
-        ("rows dropped", f"{ended['n_dropped']:.0f}"),
-        ("errors swallowed", f"{ended['n_errors']:.0f}"),
-        ("sent", bytes_text(ended["sent_bytes"])),
-    ]
-    headline = tag("p", percent(float(share)), class_="big")
-    words = tag(
-        "p",
-        "added to the training time while attached: time in our hooks over the rest of the steps' time.",
-        class_="note",
-    )
-    return card(title, headline, words, pairs(entries), kind=kind)
-
-
-def _median(values_ns: np.ndarray) -> str:
-    return duration_text(float(np.median(values_ns)) / 1e9) if values_ns.size else "none"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -34,7 +35,7 @@ class Inputs:
     @classmethod
     def from_trace(cls, trace: Trace, recommendation: Recommendation) -> "Inputs":
         return cls(
-            name=trace.directory.resolve().name,
+            name=_name(trace.directory.resolve()),
             recommendation=recommendation,
             run=trace.run,
             problems=trace.problems,
@@ -46,3 +47,8 @@ class Inputs:
             modules=trace.modules(),
             overhead=trace.overhead(),
         )
+
+
+def _name(directory: Path) -> str:
+    """The directory's name, with its parent's where the name alone says nothing."""
+    return f"{directory.parent.name}/{directory.name}" if directory.stem == "trace" else directory.name

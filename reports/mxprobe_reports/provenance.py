@@ -1,7 +1,8 @@
 """Where the page comes from: trace, process, versions, configuration, command line."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import PurePath
 from typing import Any
 
 from mxprobe._version import __version__
@@ -68,5 +69,10 @@ def headline(inputs: Inputs) -> list[str]:
     target: Any = inputs.run.get("target")
     if isinstance(target, Mapping) and target.get("cmdline"):
         words: Any = target["cmdline"]
-        facts.append(" ".join(map(str, words)) if isinstance(words, (list, tuple)) else str(words))
+        facts.append(_short_command(words) if isinstance(words, (list, tuple)) else str(words))
     return facts
+
+
+def _short_command(words: Sequence[Any]) -> str:
+    """The interpreter and the script by their names, the rest as it was."""
+    return " ".join([PurePath(str(word)).name if i < 2 else str(word) for i, word in enumerate(words)])

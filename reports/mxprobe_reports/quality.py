@@ -3,7 +3,7 @@
 import pandas as pd
 
 from .inputs import Inputs
-from .markup import Html, card, join, number, pairs, percent, table, tag
+from .markup import Html, card, join, pairs, percent, table, tag
 from .operands import Operands
 
 FEW_CLUSTERS = 64
@@ -75,7 +75,7 @@ def _sampling(operands: Operands) -> Html:
         return Html("")
     few = int((totals["n_clusters"] < FEW_CLUSTERS).sum())
     least, middle = (percent(float(value)) for value in (totals["sampled_frac"].min(), totals["sampled_frac"].median()))
-    units = number(float(totals["n_clusters"].min()))
+    units = f"{totals['n_clusters'].min():.0f}"
     quantizers = sorted({f"{f} {r}" for f, r in zip(totals["format"], totals["rule"], strict=True)})
     entries = [
         ("probed steps", str(operands.n_probed_steps)),

@@ -16,6 +16,7 @@ from . import (
     explorer,
     layers,
     methods,
+    overhead,
     provenance,
     quality,
     realised,
@@ -24,7 +25,7 @@ from . import (
     verdict,
 )
 from .inputs import Inputs
-from .markup import card, join
+from .markup import card, join, tag
 from .operands import Operands, collect, page_names
 
 
@@ -67,7 +68,13 @@ class Report:
                 layers.selected(self.operands),
                 layers.all_layers(self.operands),
                 realised.section(self.outputs, recommendation.thresholds),
-                coverage.section(recommendation, inputs.modules, inputs.overhead),
+                tag(
+                    "div",
+                    coverage.section(recommendation, inputs.modules),
+                    overhead.section(overhead.of(inputs.overhead, inputs.run)),
+                    class_="row two",
+                    id="coverage",
+                ),
                 quality.section(inputs, self.operands),
                 card("All signals", symptoms.all_signals(inputs), id="all-signals", class_="long"),
                 methods.section(self.operands, recommendation.thresholds),

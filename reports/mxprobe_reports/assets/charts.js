@@ -156,7 +156,7 @@ function componentsFigure(index, prefix) {
 }
 function stepFigure(t, data, yaxis) {
   data.forEach((trace) => { trace.hovertemplate = "%{y:.3p}"; });
-  return { data, layout: layout(t, { ...UNIFIED, ...LEGEND(t), margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: { title: "step" }, yaxis: { tickformat: ".2~p", rangemode: "tozero", ...yaxis } }) };
+  return { data, layout: layout(t, { ...UNIFIED, ...LEGEND(t), margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: { title: "step", zeroline: false }, yaxis: { tickformat: ".2~p", rangemode: "tozero", ...yaxis } }) };
 }
 function componentsTable(index, prefix) {
   const names = PARTS.map(([name]) => prefix + name);

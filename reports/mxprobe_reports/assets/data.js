@@ -55,6 +55,9 @@ function percent(x) {
   if (p > 0 && p < 0.005) return (x < 0 ? "> −" : "< ") + "0.01 %";
   return (100 * x).toFixed(digits).replace("-", "−") + " %";
 }
+function count(x) {
+  return Number.isFinite(x) ? String(Math.round(x)) : "–";
+}
 function decibel(x) {
   return Number.isFinite(x) ? x.toFixed(1).replace("-", "−") + " dB" : "–";
 }

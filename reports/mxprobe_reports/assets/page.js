@@ -95,7 +95,7 @@ function fillKeys() {
     ["SQNR", decibel(get("sqnr_db")), "Gaussian: " + decibel(-10 * Math.log10(get("nmse_reference")))],
     ["Rounded to zero", percent(get("zero_frac")), "Gaussian: " + percent(get("zeroed_reference"))],
     ["Clipped", percent(get("saturated_frac")), "|x| > 6 s"],
-    ["Rows measured", percent(get("sampled")), number(get("clusters")) + " units at least"],
+    ["Rows measured", percent(get("sampled")), count(get("clusters")) + " units at least"],
   ];
   for (const phase of DATA.outputs) {
     const i = phase.module.indexOf(state.module);

@@ -1,0 +1,87 @@
+"""What the probe cost: time in the training thread, time beside it, what was sent and what was lost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from .markup import Html, basis, bytes_text, card, duration_text, pairs, percent, tag
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Times in seconds, one per timed step of rank 0, in the order of steps."""
+
+    step_s: Array
+    hooks_s: Array
+    is_probed: npt.NDArray[np.bool_]
+    measuring_s: float
+    """In the agent's own thread, over the whole run; NaN where the trace does not say."""
+    attached_s: float
+    n_dropped: int
+    n_errors: int
+    sent_bytes: int
+
+    @property
+    def hooks_frac(self) -> float:
+        """Time in our hooks over the rest of the steps' time."""
+        rest = self.step_s.sum() - self.hooks_s.sum()
+        return float(self.hooks_s.sum() / rest) if rest > 0 else float("nan")
+
+    def median_s(self, chosen: npt.NDArray[np.bool_]) -> float:
+        return float(np.median(self.step_s[chosen])) if chosen.any() else float("nan")
+
+
+def of(frame: pd.DataFrame, run: Mapping[str, Any]) -> Overhead:
+    rows = frame.sort_values("step", kind="stable")
+    numbers = rows[["step_ns", "probe_ns"]].apply(pd.to_numeric).to_numpy(dtype=float) / 1e9
+    timed = np.isfinite(numbers).all(axis=1) & (numbers[:, 0] > 0)
+    if "rank" in rows:
+        timed &= rows["rank"].to_numpy() == rows["rank"].min()
+    ended = rows.drop_duplicates("rank", keep="last") if "rank" in rows else rows.tail(1)
+    sums = {name: int(pd.to_numeric(ended[name]).fillna(0).sum()) for name in ("n_dropped", "n_errors", "sent_bytes")}
+    agent: Any = run.get("agent")
+    known: Mapping[str, Any] = agent if isinstance(agent, Mapping) else {}
+    return Overhead(
+        step_s=numbers[timed, 0],
+        hooks_s=numbers[timed, 1],
+        is_probed=rows["probed"].fillna(False).astype(bool).to_numpy()[timed],
+        measuring_s=float(known.get("measure_ns", np.nan)) / 1e9,
+        attached_s=float(known.get("step_ns", np.nan)) / 1e9,
+        **sums,
+    )
+
+
+def section(overhead: Overhead) -> Html:
+    title, kind = "Overhead", basis("measured")
+    if not overhead.step_s.size:
+        return card(title, tag("p", "No step was timed in this trace.", class_="empty"), kind=kind)
+    facts = [(percent(overhead.hooks_frac), "in the training thread: time in our hooks over the rest of the steps")]
+    if np.isfinite(overhead.measuring_s) and overhead.attached_s > 0:
+        words = "beside it: time of our measuring thread over the attached time; on busy cores it slows the training"
+        facts.append((percent(overhead.measuring_s / overhead.attached_s), words))
+    shown = [tag("div", tag("dd", value, class_="big"), tag("dt", words, class_="note")) for value, words in facts]
+    return card(title, tag("dl", *shown, class_="row two"), pairs(_entries(overhead)), kind=kind)
+
+
+def _entries(overhead: Overhead) -> list[tuple[object, object]]:
+    probed = overhead.is_probed
+    after, before = np.roll(probed, 1), np.roll(probed, -1)
+    after[:1] = before[-1:] = False
+    hooks = [overhead.hooks_s[chosen] for chosen in (probed, ~probed)]
+    in_hooks = [duration_text(float(np.median(part))) if part.size else "–" for part in hooks]
+    when = {"probed": probed, "just after a probed one": after & ~probed, "just before one": before & ~probed}
+    step = {name: duration_text(overhead.median_s(chosen)) for name, chosen in when.items()}
+    return [
+        ("steps timed", f"{probed.size}, {int(probed.sum())} of them probed"),
+        ("in our hooks, median", f"{in_hooks[0]} in a probed step, {in_hooks[1]} in others"),
+        *((f"step {name}, median", text) for name, text in step.items()),
+        ("rows dropped", f"{overhead.n_dropped}"),
+        ("errors swallowed", f"{overhead.n_errors}"),
+        ("sent", bytes_text(overhead.sent_bytes)),
+    ]
