@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from mxprobe.agent.recipes import Call, infer_recipe, quantize
 from mxprobe.metrics import canonicalize
 from mxprobe.schema import OUTPUT_SUMS, Phase, Role

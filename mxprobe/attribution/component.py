@@ -57,11 +57,6 @@ def name_component(shares: Mapping[str, float], thresholds: Thresholds) -> Compo
     return Component.NONE if np.isnan(shares["scale"]) else Component.MIXED
 
 
-def name_tensor_component(nmse: float, shares: Mapping[str, float], thresholds: Thresholds) -> Component:
-    """The same for one tensor on its own, with shares of its own error: clean below `clean_nmse`."""
-    return Component.NONE if not nmse >= thresholds.clean_nmse else name_component(shares, thresholds)
-
-
 def operand_errors(operands: OperandSums, weights: Array) -> OperandErrors:
     """Add over clusters, then divide, per module and role."""
     sums = {name: np.tensordot(weights, values, axes=(0, 0)) for name, values in operands.base.items()}

@@ -12,7 +12,7 @@ Recovery is the part of the *named component* that it mends, in the output:
 Outputs of modules are added relative to their own ||output||^2, so that each counts by its relative error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,7 +76,7 @@ def score_corrections(
         before_t = _per_cluster(now["out_e2"] * measured, reference, usable)
         after_t = _per_cluster(after["out_e2"] * measured, reference, usable)
         gain = gain_of(after_t, before_t, weights)
-        recovery = _recovery(component, gain.value, float(weights @ before_t), parts)
+        recovery = recovery_of(component, gain.value, float(weights @ before_t), parts)
         if component is Component.DEADZONE:
             left = float(weights @ _per_cluster(after["out_zeroed2"] * measured, reference, usable))
             there = float(weights @ _per_cluster(now["out_zeroed2"] * measured, reference, usable))
@@ -98,10 +98,10 @@ def score_corrections(
             is_eligible=False,
             note=cost_of(correction).note,
         )
-        scores.append(_judged(score, thresholds))
+        scores.append(judged(score, thresholds))
     if KEEP not in operands.corrections:
         cures = _cures(situation, weights, named, now["out_e2"], np.zeros_like(now["out_e2"]))
-        scores.append(_judged(_keep(cures, int(operands.n_steps[named].min())), thresholds))
+        scores.append(judged(_keep(cures, int(operands.n_steps[named].min())), thresholds))
     return scores
 
 
@@ -156,8 +156,11 @@ def _parts(operands: OperandSums, weights: Array, reference: Array, mask: Mask) 
     }
 
 
-def _recovery(component: Component, gain: float, now: float, parts: dict[str, float]) -> float:
-    """As defined above but for deadzone. Parts are of the plain quantizer, scaled to the error made now."""
+def recovery_of(component: Component, gain: float, now: float, parts: Mapping[str, float]) -> float:
+    """As defined above but for deadzone; capped at 1.
+
+    `parts` (`all`, `scale`, `grid`, `saturated`) are of the plain quantizer and scaled to the error made `now`.
+    """
     ratio = now / parts["all"] if parts["all"] > 0 else float("nan")
     removed, scale = gain * now, max(parts["scale"], 0.0) * ratio
     below = {
@@ -220,7 +223,8 @@ def _keep(cures: bool | None, n_steps: int) -> CorrectionScore:
     )
 
 
-def _judged(score: CorrectionScore, thresholds: Thresholds) -> CorrectionScore:
+def judged(score: CorrectionScore, thresholds: Thresholds) -> CorrectionScore:
+    """The score with `is_eligible` set."""
     eligible = (
         not score.is_active
         and score.correction != _NEVER

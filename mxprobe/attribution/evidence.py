@@ -125,7 +125,7 @@ def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]
         return
     shares = decision.shares
     measured = decision.verdict is not Verdict.NOTHING_QUANTIZED
-    made_on = f"{percent(shares['zeroed'])} made on zeroed elements, {percent(shares['saturated'])} on saturated ones"
+    made_on = f"made on zeroed elements alone {shares['zeroed']:.2f} of it, on saturated ones {shares['saturated']:.2f}"
     split = f"scale {shares['scale']:.2f}, deadzone {shares['deadzone']:.2f}, grid {shares['grid']:.2f}"
     decisive = {Component.DEADZONE: "zeroed", Component.SATURATION: "saturated"}.get(
         decision.component, decision.component.value

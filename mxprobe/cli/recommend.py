@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _KEY_EVIDENCE = ("mismatch", "realised_over_predicted", "component", "where")
 _SHORT_SNIPPET_LINES = 12
 _CAPTION = (
-    "gain: part of the GEMM-output error removed, measured; recovery: part of the named component; cost: extra GEMM "
-    "passes, estimated; cures: symptom under its gate, predicted"
+    "gain: part of the GEMM-output error removed, measured; held: on steps that did not choose; recovery: part of the "
+    "named component mended; cost: extra GEMM passes, estimated; cures: symptom under its gate, predicted"
 )
 
 
@@ -67,12 +67,9 @@ def show(
 
     out = console or Console(highlight=False)
     agreement, coverage = recommendation.agreement, recommendation.coverage
-    words = (
-        ""
-        if recommendation.headline.casefold().startswith(recommendation.plain_words.casefold())
-        else recommendation.plain_words
-    )
-    out.print(f"[bold]{escape(words.upper())}{': ' if words else ''}{escape(recommendation.headline)}[/]\n")
+    words, headline = recommendation.plain_words, recommendation.headline
+    title = headline if headline.casefold().startswith(words.casefold()) else f"{words.upper()}: {headline}"
+    out.print(f"[bold]{escape(title)}[/]\n")
     stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
     seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
     out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work seen {seen}\n")
@@ -118,7 +115,7 @@ def _corrections(recommendation: Recommendation) -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_CAPTION, caption_justify="left")
     table.add_column("correction", no_wrap=True)
-    for name in ("gain [95 %]", "held out", "recovery", "cost"):
+    for name in ("gain [95 %]", "held", "recovery", "cost"):
         table.add_column(escape(name), justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     tiers = {score.correction: score.tier for score in recommendation.corrections}
