@@ -74,7 +74,7 @@ class Trace:
     def table(self, name: str) -> pd.DataFrame:
         """The rows of a table by its name; an empty frame with all columns when there are none."""
         if name not in self._frames:
-            self._frames[name] = self._read(name)
+            self._frames[name] = self.arrow(name).to_pandas()
         return self._frames[name].copy()
 
     @property
@@ -111,7 +111,8 @@ class Trace:
         last = datetime.fromtimestamp(max(times) / 1e9, tz=UTC)
         return f"the last row is of {last:%Y-%m-%d %H:%M:%S} UTC"
 
-    def _read(self, name: str) -> pd.DataFrame:
+    def arrow(self, name: str) -> Any:
+        """The same rows as a `pa.Table`, read anew: for those who need whole columns and no frame."""
         # Live files first: if compaction runs meanwhile, the part that appears says how many batches to skip.
         live = [(rank, LiveStream(path)) for table, rank, path in layout.live_files(self.directory) if table == name]
         live_batches: list[tuple[int, list[Any]]] = []
@@ -135,7 +136,7 @@ class Trace:
             piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
             for rank, piece in pieces or [(0, empty)]
         ]
-        return pa.concat_tables(tables).unify_dictionaries().to_pandas()
+        return pa.concat_tables(tables).unify_dictionaries()
 
     def __repr__(self) -> str:
         state = "being written" if self._is_live else "complete" if self.is_complete else "not closed"

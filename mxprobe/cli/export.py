@@ -1,0 +1,75 @@
+"""`mxprobe export TRACE`: files at full resolution, or curves into an experiment tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mxprobe.errors import UsageError
+
+_FORMATS = ("csv", "json", "parquet")
+_TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+@click.command("export")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--format", "format_name", type=click.Choice(_FORMATS), help="Write every row of every table as files.")
+@click.option("--to", "tracker_name", type=click.Choice(_TRACKERS), help="Log curves over steps as one run.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory of the files; default TRACE-csv, TRACE-json, ... For a tracker, where it keeps its runs.",
+)
+@click.option("--table", "tables", multiple=True, metavar="NAME", help="With --format: only this table; repeatable.")
+@click.option("--ratios", is_flag=True, help="With --format: append NMSE, output error, ... to the rows of `tensors`.")
+@click.option("--overwrite", is_flag=True, help="With --format: replace files that are there.")
+@click.option("--modules", multiple=True, metavar="GLOB", help="With --to: also one curve per matching module.")
+@click.option("--project", default="mxprobe", show_default=True, help="With --to: the project of wandb or trackio.")
+@click.option("--name", help="With --to: the run's name; default the trace's.")
+def command(
+    trace: Path,
+    format_name: str | None,
+    tracker_name: str | None,
+    output: Path | None,
+    tables: tuple[str, ...],
+    ratios: bool,
+    overwrite: bool,
+    modules: tuple[str, ...],
+    project: str,
+    name: str | None,
+) -> None:
+    """Write TRACE as CSV, JSON or Parquet at full resolution, or log it to TensorBoard, wandb or trackio.
+
+    Prints the path of each file written, or where the run is.
+    """
+    if (format_name is None) == (tracker_name is None):
+        raise UsageError(
+            "give either --format or --to",
+            remedy=f"--format {'|'.join(_FORMATS)} writes tables, --to {'|'.join(_TRACKERS)} logs curves",
+        )
+    from mxprobe.exporting import FileFormat, Tracker, export_files, export_to
+    from mxprobe.trace import open_trace
+
+    opened = open_trace(trace)
+    for problem in opened.problems:
+        click.echo(f"note: {problem}", err=True)
+    stem = trace.resolve()
+    if format_name is not None:
+        directory = output or stem.with_name(f"{stem.stem}-{format_name}")
+        paths = export_files(
+            opened, directory, FileFormat(format_name), tables=tables, with_ratios=ratios, overwrite=overwrite
+        )
+        for path in paths:
+            click.echo(path)
+    elif tracker_name is not None:
+        where = export_to(
+            Tracker(tracker_name),
+            opened,
+            project=project,
+            name=name or stem.stem,
+            directory=output or Path("runs" if tracker_name == "tensorboard" else "."),
+            modules=modules,
+        )
+        click.echo(where)

@@ -1,0 +1,128 @@
+"""A trace as curves over steps, named for an experiment tracker.
+
+    signals/<metric>                                  as logged; the raw key where several share one metric
+    mxprobe/<phase>/<role>/<kind>/<ratio>             nmse, output_error, zero_frac of one kind of module
+    mxprobe/<phase>/<kind>/realised_error             and predicted_error
+    mxprobe/mismatch                                  median |realised error in rollout - in training|
+    mxprobe/overhead_frac, mxprobe/n_dropped
+
+With `modules`, the same per module in place of the kind, for those whose name matches a glob.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+import pandas as pd
+
+from mxprobe.attribution.component import kind_of
+from mxprobe.attribution.ratios import output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.schema import Phase
+from mxprobe.trace import Trace
+
+_OPERAND = {"nmse": "nmse", "out_error": "output_error", "zero_frac": "zero_frac"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """All curves' values at one step. `time_ns` is when the last of its rows was written."""
+
+    step: int
+    time_ns: int
+    values: dict[str, float]
+
+
+def curves(trace: Trace, modules: Sequence[str] = ()) -> list[Point]:
+    """Points in the order of their steps; values that are not finite are left out."""
+    parts = [
+        _signals(trace.signals()),
+        *_operands(trace.tensors(), modules),
+        *_outputs(trace.outputs(), modules),
+        *_overhead(trace.overhead()),
+    ]
+    rows = pd.concat([part for part in parts if len(part)] or [_long([], "", [], [])], ignore_index=True)
+    rows = rows[np.isfinite(rows["value"].to_numpy(dtype=float))].sort_values("step", kind="stable")
+    return [
+        Point(
+            int(step), int(group["time_ns"].max()), dict(zip(group["tag"], group["value"].astype(float), strict=True))
+        )
+        for step, group in rows.groupby("step", sort=True)
+    ]
+
+
+def _long(steps: object, tag: object, values: object, times: object) -> pd.DataFrame:
+    return pd.DataFrame({"step": steps, "tag": tag, "value": values, "time_ns": times})
+
+
+def _signals(rows: pd.DataFrame) -> pd.DataFrame:
+    rows = rows.dropna(subset=["step", "value"])
+    if rows.empty:
+        return _long([], "", [], [])
+    metric, raw = rows["metric"].astype(str), rows["raw_key"].astype(str)
+    n_keys = raw.groupby(metric).transform("nunique")
+    name = raw.where((metric == "") | (metric == "nan") | (n_keys > 1), metric)
+    return _long(rows["step"], "signals/" + name, rows["value"], rows["time_ns"].fillna(0))
+
+
+def _operands(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[pd.DataFrame]:
+    for place, part in _places(rows, modules):
+        sums = totals(part.assign(place=place), ["step", "phase", "role", "place"])
+        when = part.groupby("step")["time_ns"].max()
+        ratios = pd.concat([tensor_ratios(sums), output_ratios(sums)], axis=1)
+        prefix = "mxprobe/" + sums["phase"].astype(str) + "/" + sums["role"].astype(str) + "/" + sums["place"] + "/"
+        for column, name in _OPERAND.items():
+            yield _long(sums["step"], prefix + name, ratios[column], sums["step"].map(when))
+
+
+def _outputs(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[pd.DataFrame]:
+    if rows.empty:
+        return
+    when = rows.groupby("step")["time_ns"].max()
+    for place, part in _places(rows, modules):
+        ratios = realised_ratios(part.assign(place=place), ["step", "phase", "place"])
+        prefix = "mxprobe/" + ratios["phase"].astype(str) + "/" + ratios["place"] + "/"
+        for column in ("realised", "predicted"):
+            yield _long(ratios["step"], prefix + column + "_error", ratios[column], ratios["step"].map(when))
+    difference = mismatch_by_step(rows)
+    yield _long(difference.index, "mxprobe/mismatch", difference.to_numpy(), when.reindex(difference.index).to_numpy())
+
+
+def mismatch_by_step(outputs: pd.DataFrame) -> pd.Series:
+    """Step -> median over modules of |realised error in rollout - in training|, from rows of `outputs`."""
+    ratios = realised_ratios(outputs, ["step", "module", "phase"])
+    wide = ratios.assign(phase=ratios["phase"].astype(str)).pivot(
+        index=["step", "module"], columns="phase", values="realised"
+    )
+    both = [Phase.ROLLOUT.value, Phase.TRAIN.value]
+    if not set(both) <= set(wide.columns):
+        return pd.Series(dtype=float)
+    difference = (wide[both[0]] - wide[both[1]]).abs().dropna()
+    return difference.groupby(level="step").median()
+
+
+def _places(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[tuple[pd.Series, pd.DataFrame]]:
+    """(name of the place, rows): once by kind of module, once by module for those that a glob matches."""
+    if rows.empty:
+        return
+    names = rows["module"].astype(str)
+    kinds = {name: kind_of(name) for name in names.unique()}
+    yield names.map(kinds), rows
+    if modules:
+        matching = names.map({name: any(fnmatchcase(name, glob) for glob in modules) for name in kinds})
+        if matching.any():
+            yield names[matching], rows[matching]
+
+
+def _overhead(rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    if rows.empty:
+        return
+    by_step = rows.groupby("step").agg(
+        probe_ns=("probe_ns", "sum"),
+        step_ns=("step_ns", "sum"),
+        n_dropped=("n_dropped", "sum"),
+        time_ns=("time_ns", "max"),
+    )
+    frac = by_step["probe_ns"] / by_step["step_ns"].where(by_step["step_ns"] > 0)
+    yield _long(by_step.index, "mxprobe/overhead_frac", frac.to_numpy(), by_step["time_ns"].to_numpy())
+    yield _long(by_step.index, "mxprobe/n_dropped", by_step["n_dropped"].to_numpy(), by_step["time_ns"].to_numpy())
