@@ -123,10 +123,11 @@ class QuantizationNoise:
         model: Any = self.model
         before = model.__dict__.get("generate")
         original = model.generate
+        is_watching = True
 
         @wraps(original)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            if not model.training:
+            if not (is_watching and model.training):
                 return original(*args, **kwargs)
             with self.rollout(self.progress):
                 return original(*args, **kwargs)
@@ -135,10 +136,11 @@ class QuantizationNoise:
         try:
             yield
         finally:
-            if before is None:
-                model.__dict__.pop("generate", None)
-            else:
-                model.__dict__["generate"] = before
+            is_watching = False
+            if model.__dict__.get("generate") is generate:
+                del model.__dict__["generate"]
+                if before is not None:
+                    model.__dict__["generate"] = before
 
     @torch.no_grad()
     def add(self, progress: float) -> float:

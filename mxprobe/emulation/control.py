@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from .recipe import Recipe, Side
 
 _GENERATORS = ("generate", "generate_batch")
 _CONTROL = "_mxprobe_control"
+_ANNOUNCES = "_mxprobe_announces"
 
 
 class Control:
@@ -75,6 +76,8 @@ class Control:
                 if callable(getattr(type(module), name, None)):
                     self.has_generate = True
                     module.__dict__[_CONTROL] = self
+                    if f"{_ANNOUNCES}_{name}" in module.__dict__:
+                        continue  # left underneath somebody's wrapper by an earlier emulation
                     if name in module.__dict__:
                         module.__dict__[f"_mxprobe_{name}"] = module.__dict__[name]
                     module.__dict__[name] = MethodType(_announcing(type(module), name), module)
@@ -88,8 +91,14 @@ def unwatch_generation(model: nn.Module) -> None:
         if module.__dict__.pop(_CONTROL, None) is None:
             continue
         for name in _GENERATORS:
-            if name in module.__dict__:
-                del module.__dict__[name]
+            if name not in module.__dict__:
+                continue
+            # Of the function below the method: functools.wraps copies the mark to what wraps the method.
+            if not getattr(getattr(module.__dict__[name], "__func__", None), _ANNOUNCES, False):
+                # Somebody has wrapped it since: ours stays underneath and passes through.
+                module.__dict__[f"{_ANNOUNCES}_{name}"] = True
+                continue
+            del module.__dict__[name]
             if f"_mxprobe_{name}" in module.__dict__:
                 module.__dict__[name] = module.__dict__.pop(f"_mxprobe_{name}")
 
@@ -101,8 +110,9 @@ def _announcing(owner: type[nn.Module], name: str) -> Callable[..., Any]:
     @wraps(original)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inner: Any = self.__dict__.get(f"_mxprobe_{name}") or MethodType(original, self)
-        control: Control = self.__dict__[_CONTROL]
-        with control.rollout():
+        control: Control | None = self.__dict__.get(_CONTROL)
+        with control.rollout() if control is not None else nullcontext():
             return inner(*args, **kwargs)
 
+    setattr(generate, _ANNOUNCES, True)
     return generate
