@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from mxprobe.attribution import CorrectionScore, Recommendation
+from mxprobe.schema import Verdict
 from mxprobe_kernels.formats import Correction, CorrectionKind
 
 from .markup import Html, basis, card, join, percent, tag
@@ -20,6 +21,14 @@ _WORDS: dict[CorrectionKind, str] = {
 }
 
 
+_NONE_SCORED: dict[Verdict, str] = {
+    Verdict.NOT_EXPLAINED: "No correction is offered: what the run shows is not rounding, so mending the rounding "
+    "would not mend the run. What was measured on each operand is under the selected layer.",
+    Verdict.NOT_ENOUGH_EVIDENCE: "No correction is offered on so little evidence. What was measured on each operand is "
+    "under the selected layer.",
+}
+
+
 def describe(spelling: str) -> str:
     """The field's words for a correction; the spelling itself when this version does not know it."""
     try:
@@ -32,8 +41,8 @@ def describe(spelling: str) -> str:
 def section(recommendation: Recommendation) -> Html:
     kind = basis("measured", "on the named operands; costs are estimates")
     if not recommendation.corrections:
-        why = "No correction was scored: the trace holds no what-ifs for quantized operands."
-        return card("What would help", tag("p", why, class_="empty"), id="help")
+        why = _NONE_SCORED.get(recommendation.verdict, "No correction was scored: there are no what-ifs to score.")
+        return card("What would help", tag("p", why, class_="note"), id="help")
     low = min(0.0, *[max(-1.0, _low(score)) for score in recommendation.corrections])
     head = [
         tag("th", "correction", scope="col"),

@@ -26,7 +26,7 @@ def section(operands: Operands, frame: pd.DataFrame, component: Component) -> Ht
 def _hurts(operands: Operands, frame: pd.DataFrame) -> Html:
     note = tag(
         "p",
-        "Ranked by output error, each operand quantized alone: sensitivity of the loss is not in this trace.",
+        "By output error, each operand quantized alone; loss sensitivity is not in this trace.",
         class_="note",
     )
     label = "Heatmap of GEMM output error, operands by layers"

@@ -80,15 +80,19 @@ def pairs(entries: Sequence[tuple[object, object]]) -> Html:
     return tag("dl", *[tag("dt", name) + tag("dd", value) for name, value in entries], class_="pairs")
 
 
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def number(value: float) -> str:
-    """Three significant digits, a true minus sign, a dash for what is not finite."""
+    """Three significant digits, whole numbers as such, a true minus sign, a dash for what is not finite."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
-    if size == 0:
-        return "0"
+    if size < 1e6 and value == round(value):
+        return f"{value:.0f}".replace("-", "−")
     if size < 1e-3 or size >= 1e6:
-        return f"{value:.1e}".replace("-", "−")
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPT)}".replace("-", "−")
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:.{digits}f}".replace("-", "−")
 

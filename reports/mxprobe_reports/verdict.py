@@ -3,7 +3,7 @@
 import math
 
 from mxprobe.attribution import CorrectionScore, Evidence, Recommendation
-from mxprobe.schema import Component
+from mxprobe.schema import Component, Verdict
 
 from .markup import Html, basis, join, number, percent, table, tag
 
@@ -14,11 +14,14 @@ _ACCENT = {
     Component.SATURATION: "var(--saturation)",
 }
 
+_COLOURED = (Verdict.ENABLE, Verdict.UNDECIDED, Verdict.KEEP_HIGH_PRECISION)
+"""Verdicts that blame a component, whose colour the card then takes."""
 _FRAMEWORKS = {"trl": "TRL", "transformers": "Transformers", "torch": "PyTorch"}
 
 
 def section(recommendation: Recommendation) -> Html:
-    accent = _ACCENT.get(recommendation.component)
+    names_component = recommendation.verdict in _COLOURED
+    accent = _ACCENT.get(recommendation.component) if names_component else None
     words = tag("p", "Verdict: ", tag("b", recommendation.plain_words), class_="plain")
     sentence = tag("h1", recommendation.headline)
     change = (

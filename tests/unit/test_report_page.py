@@ -166,7 +166,7 @@ def test_empty_trace_gives_a_page_that_says_so() -> None:
         "No operand was measured",
         "Not logged in this trace.",
         "No step was timed",
-        "No correction was scored",
+        "No correction is offered",
         "no steps",
     ):
         assert words in (text if words != "no steps" else html)

@@ -40,7 +40,7 @@ function line(t, name, steps, values, color, extra) {
 
 // Dashed level of the same quantity on Gaussian data of the tensor's own magnitude.
 function reference(t, steps, level) {
-  return line(t, "Gaussian reference", [steps[0], steps[steps.length - 1]], [level, level], t.faint, {
+  return line(t, "Gaussian", [steps[0], steps[steps.length - 1]], [level, level], t.faint, {
     mode: "lines", line: { color: t.faint, width: 1.2, dash: "dash" },
   });
 }
@@ -151,7 +151,7 @@ function componentsFigure(index, prefix) {
   const data = PARTS.map(([name, color], i) => line(t, name, steps, rows[i], t[color]));
   data.unshift(line(t, "total", steps, total(rows), t.ink, { line: { color: t.ink, width: 2.2 } }));
   if (!prefix) data.push(reference(t, steps, valueOf("operands", "nmse_reference", index)));
-  else data.push(line(t, "made on zeroed values", steps, rowOf("series", "out_zeroed", index), t.deadzone, { line: { color: t.deadzone, width: 1.4, dash: "dot" } }));
+  else data.push(line(t, "on zeroed", steps, rowOf("series", "out_zeroed", index), t.deadzone, { line: { color: t.deadzone, width: 1.4, dash: "dot" } }));
   return stepFigure(t, data);
 }
 function stepFigure(t, data, yaxis) {

@@ -48,7 +48,7 @@ function fillTable(details) {
   const table = tableOf(details);
   const box = details.querySelector(".scroll");
   if (!table) return box.replaceChildren(element("p", { class: "note" }, "No data."));
-  const kind = (i) => (table.format[i] === "text" ? "name" : "num");
+  const kind = (i) => (table.format[i] !== "text" ? "num" : i === 0 ? "name" : null);
   const head = element("tr", {}, ...table.head.map((h, i) => element("th", { class: kind(i), scope: "col" }, h)));
   const rows = table.rows.map((row) => element("tr", {}, ...row.map((v, i) => element("td", { class: kind(i) }, FORMAT[table.format[i]](v)))));
   box.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
