@@ -105,7 +105,7 @@ METRICS: dict[str, Metric] = {
 
 # `eval_loss`, `eval/...`, `eval-rollout/...`, `val-core/...`, `validation/...`: only where the key begins so, since a
 # reward function may be called anything.
-_EVALUATION = re.compile(r"(?:eval|evaluation|val|valid|validation|test)(?:[-_/].*)?")
+_EVALUATION = re.compile(r"(?:eval|evaluation|val|valid|validation|test)(?:[-_/].*)?", re.DOTALL)
 
 
 def is_evaluation(raw_key: str) -> bool:

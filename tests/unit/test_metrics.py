@@ -1,0 +1,120 @@
+"""What each framework's keys mean: against a hand-written table of real keys, and the laws that any table obeys."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mxprobe.metric_aliases import ALIASES, ESTIMATORS, LOGGERS, PATTERNS, Alias
+from mxprobe.metrics import METRICS, Series, canonicalize, caveats, has_kl_term, is_evaluation, preferred, resolve
+
+REAL_KEYS: dict[str, dict[str, list[str] | None]] = json.loads(
+    (Path(__file__).parents[1] / "golden/framework_keys.json").read_text()
+)
+FRAMEWORKS = ("trl", "verl", "openrlhf", "nemo-rl", "slime", "miles", "areal", "skyrl", "prime-rl")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_real_keys_mean_what_they_mean(framework: str) -> None:
+    found = {key: resolve(framework, key) for key in REAL_KEYS[framework]}
+    expected = {key: Alias(*meaning) if meaning else None for key, meaning in REAL_KEYS[framework].items()}
+    assert found == expected
+
+
+def test_every_alias_names_a_known_metric_and_estimator() -> None:
+    every = [alias for table in ALIASES.values() for alias in table.values()]
+    every += [alias for patterns in PATTERNS.values() for _, alias in patterns]
+    assert {alias.metric for alias in every} == set(METRICS)
+    assert {alias.estimator for alias in every} == set(ESTIMATORS)
+
+
+@pytest.mark.parametrize("framework", sorted(ALIASES))
+@pytest.mark.parametrize("prefix", ["eval_", "eval/", "val-core/", "validation/", "test/"])
+def test_an_evaluation_key_never_means_a_training_metric(framework: str, prefix: str) -> None:
+    assert all(resolve(framework, prefix + key) is None for key in ALIASES[framework])
+
+
+@given(st.text())
+def test_is_evaluation_looks_at_the_beginning_only(rest: str) -> None:
+    assert is_evaluation("eval/" + rest)
+    assert not is_evaluation("rewards/eval/" + rest)
+    assert not is_evaluation("value" + rest)
+
+
+def test_kl_of_three_kinds_stays_apart() -> None:
+    kinds = {
+        "reference": [("trl", "kl"), ("verl", "actor/kl_loss"), ("openrlhf", "train/kl"), ("slime", "train/kl_loss")],
+        "update": [("verl", "actor/ppo_kl"), ("openrlhf", "train/ppo_kl"), ("miles", "train/ppo_kl")],
+        "mismatch": [
+            ("verl", "rollout_corr/kl"),
+            ("openrlhf", "train/vllm_kl"),
+            ("nemo-rl", "train/gen_kl_error"),
+            ("miles", "train/train_rollout_kl"),
+            ("prime-rl", "mismatch_kl/all/mean"),
+        ],
+    }
+    expected = {"reference": "kl_ref", "update": "kl_update", "mismatch": "mismatch_kl"}
+    for kind, keys in kinds.items():
+        assert {getattr(resolve(*key), "metric", None) for key in keys} == {expected[kind]}
+
+
+def test_a_key_means_nothing_in_another_framework() -> None:
+    assert resolve("trl", "actor/entropy") is None
+    assert resolve("wandb", "kl") is None  # a script's own: to which of the three?
+    assert resolve("unheard-of", "reward") is None
+
+
+def test_canonicalize_fills_what_is_empty_and_keeps_the_rest() -> None:
+    columns = {
+        "raw_key": ["actor/entropy_loss", "actor/entropy", "strange", "rollout_corr/kl"],
+        "framework": ["verl"] * 4,
+        "metric": ["", "entropy_measured", "", ""],
+        "estimator": ["", "own", "", ""],
+        "value": [0.4, 0.5, math.nan, -0.001],
+    }
+    filled = canonicalize(columns)
+    assert filled["metric"] == ["entropy", "entropy_measured", "", "mismatch_kl"]
+    assert filled["estimator"] == ["full_vocab_in_update", "own", "", "k1"]
+    assert filled["value"] is columns["value"]
+    assert filled["raw_key"] is columns["raw_key"]
+
+
+def test_canonicalize_needs_the_raw_key() -> None:
+    with pytest.raises(KeyError, match="raw_key"):
+        canonicalize({"framework": ["trl"]})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([0.0, 0.0], False), ([], False), ([0.0, 1e-12], True), ([0.0, math.nan], True), ([-0.0], False)],
+)
+def test_kl_of_exactly_zero_everywhere_is_no_kl_term(values: list[float], expected: bool) -> None:
+    assert has_kl_term(values) is expected
+
+
+def test_preferred_takes_one_series_for_one_metric() -> None:
+    before = Series("verl.utils.tracking.Tracking.log", "verl", "actor/entropy")
+    during = Series("verl.utils.tracking.Tracking.log", "verl", "actor/entropy_loss")
+    logged = Series("wandb.sdk.wandb_run.Run.log", "wandb", "entropy")
+    assert preferred([logged, during, before]) == before
+    assert preferred([logged, during]) == during
+    assert preferred([logged]) == logged
+    assert preferred([]) is None
+
+
+def test_preferred_does_not_depend_on_the_order() -> None:
+    series = [Series(name, name, "loss") for name in LOGGERS]
+    assert preferred(series) == preferred(reversed(series)) == Series("mlflow", "mlflow", "loss")
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.3.1", True), ("0.4.0", True), ("0.4.1", False), ("0.9.1.post1", False), ("", False)]
+)
+def test_caveats_go_by_version(version: str, warned: bool) -> None:
+    assert bool(caveats("verl", version, "actor/entropy")) is warned
+    assert caveats("verl", version, "actor/entropy_loss") == []
