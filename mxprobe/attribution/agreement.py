@@ -4,23 +4,21 @@ Resample agreement is what it is called: the share of bootstrap resamples that e
 of being right.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from .corrections import held_out
-from .decision import Decision
-from .measured import Array, Measured
+from .decision import Decision, decide
+from .measured import Measured
 from .recommendation import Agreement, CorrectionScore
 from .thresholds import Thresholds
 
 _SEED = 0x6D787072
 
-Decide = Callable[[Measured, Array, Thresholds], Decision]
 
-
-def resample_agreement(measured: Measured, decision: Decision, decide: Decide, thresholds: Thresholds) -> Agreement:
+def resample_agreement(measured: Measured, decision: Decision, thresholds: Thresholds) -> Agreement:
     """Repeat the whole decision on resamples of the clusters, drawn with replacement from a private seed.
 
     None with fewer than two clusters: there is nothing to resample.
@@ -31,13 +29,15 @@ def resample_agreement(measured: Measured, decision: Decision, decide: Decide, t
     generator = np.random.default_rng(_SEED)
     draws = generator.multinomial(n_clusters, np.full(n_clusters, 1.0 / n_clusters), size=thresholds.n_resamples)
     wanted = decision.signature()
-    same = sum(decide(measured, weights.astype(float), thresholds).signature() == wanted for weights in draws)
+    same = sum(_again(measured, weights, thresholds).signature() == wanted for weights in draws)
     return Agreement(same / len(draws), measured.steps.size, len(draws))
 
 
-def with_held_out_gains(
-    measured: Measured, decision: Decision, decide: Decide, thresholds: Thresholds
-) -> tuple[CorrectionScore, ...]:
+def _again(measured: Measured, weights: npt.NDArray[np.int64], thresholds: Thresholds) -> Decision:
+    return decide(measured, weights.astype(float), thresholds, with_whatifs=False)
+
+
+def with_held_out_gains(measured: Measured, decision: Decision, thresholds: Thresholds) -> tuple[CorrectionScore, ...]:
     """Scores with the gain on data that did not choose the operands: even clusters choose, odd ones score, and back.
 
     None where a half has fewer than two clusters, or names other operands than the other half can score.

@@ -37,20 +37,11 @@ class Situation:
     """What corrections are measured against."""
 
     operands: OperandSums
-    active: npt.NDArray[np.intp]
-    """[M, R] index into `operands.corrections` of the correction that is on already; -1 for none."""
     mismatch: Array
     """[M] observed mismatch; all NaN where there is no symptom."""
     gate: float
     counted: Mask
     """[M, R] operands that are quantized in this run."""
-
-    def current(self, name: str) -> Array:
-        """[T, M, R] sums of an error as the run makes it now."""
-        now = self.operands.base[name].copy()
-        for m, r in np.argwhere(self.active >= 0):
-            now[:, m, r] = self.operands.whatif[name][self.active[m, r], :, m, r]
-        return now
 
 
 def score_corrections(
@@ -60,61 +51,56 @@ def score_corrections(
 
     `weights` [T] are resampling counts. Unsorted; `held_out_gain` is left to the caller.
     """
-    if not named.any():
+    errors = _Errors(situation.operands, weights, named)
+    if not errors.n_operands:
         return []
     operands = situation.operands
-    reference = np.tensordot(weights, operands.base["out_ref2"], axes=(0, 0)) / weights.sum()
-    now = {name: situation.current(name) for name in ("out_e2", "out_zeroed2", "sum_e2", "sum_e2_on_d")}
-    parts = _parts(operands, weights, reference, named)
+    parts = errors.parts()
+    before, after = errors.before("out_e2"), errors.after("out_e2")
+    zeroed_before, zeroed_after = errors.before("out_zeroed2"), errors.after("out_zeroed2")
+    left, tensor_recovery = errors.left_per_operand(), errors.tensor_recovery()
     scores: list[CorrectionScore] = []
     for index, correction in enumerate(operands.corrections):
-        after = {name: values[index] for name, values in operands.whatif.items()}
-        usable = named & (after["out_ref2"] > 0).any(axis=0)
-        if not usable.any():
+        if not errors.measured[index].any():
             continue
-        measured = (after["out_ref2"] > 0) & usable
-        before_t = _per_cluster(now["out_e2"] * measured, reference, usable)
-        after_t = _per_cluster(after["out_e2"] * measured, reference, usable)
-        gain = gain_of(after_t, before_t, weights)
-        recovery = recovery_of(component, gain.value, float(weights @ before_t), parts)
+        gain = gain_of(after[index], before[index], weights)
+        recovery = recovery_of(component, gain.value, float(weights @ before[index]), parts)
         if component is Component.DEADZONE:
-            left = float(weights @ _per_cluster(after["out_zeroed2"] * measured, reference, usable))
-            there = float(weights @ _per_cluster(now["out_zeroed2"] * measured, reference, usable))
-            recovery = 1.0 - left / there if there > 0 else float("nan")
+            there = float(weights @ zeroed_before[index])
+            recovery = 1.0 - float(weights @ zeroed_after[index]) / there if there > 0 else float("nan")
+        cost = cost_of(correction)
         score = CorrectionScore(
             correction=correction,
             tier=tier_of(correction),
             gain=gain.value,
             gain_low=gain.low,
             gain_high=gain.high,
-            n_steps=min(gain.n, int(operands.n_steps[usable].min())),
+            n_steps=min(gain.n, int(operands.n_steps[errors.chosen].min())),
             held_out_gain=None,
             recovery=recovery,
-            tensor_recovery=_tensor_recovery(after, operands, weights, usable, component),
-            cost_gemm=cost_of(correction).cost_gemm,
-            bits_per_element=cost_of(correction).bits_per_element,
-            cures=_cures(situation, weights, usable, now["out_e2"], after["out_e2"]),
-            is_active=bool((situation.active[usable] == index).all()),
+            tensor_recovery=float(tensor_recovery[index]) if component is Component.DEADZONE else None,
+            cost_gemm=cost.cost_gemm,
+            bits_per_element=cost.bits_per_element,
+            cures=_cures(situation, weights, errors.chosen, left[index]),
+            is_active=bool((operands.active[errors.chosen] == index).all()),
             is_eligible=False,
-            note=cost_of(correction).note,
+            note=cost.note,
         )
         scores.append(judged(score, thresholds))
     if KEEP not in operands.corrections:
-        cures = _cures(situation, weights, named, now["out_e2"], np.zeros_like(now["out_e2"]))
-        scores.append(judged(_keep(cures, int(operands.n_steps[named].min())), thresholds))
+        cures = _cures(situation, weights, errors.chosen, np.zeros(errors.n_operands))
+        scores.append(judged(_keep(cures, int(operands.n_steps[errors.chosen].min())), thresholds))
     return scores
 
 
 def held_out(situation: Situation, weights: Array, named: Mask, correction: str) -> float:
-    """Gain of a correction on the clusters that `weights` selects, for a choice made on others."""
-    if correction == KEEP and KEEP not in situation.operands.corrections:
-        return 1.0
-    index = situation.operands.corrections.index(correction)
-    reference = np.tensordot(weights, situation.operands.base["out_ref2"], axes=(0, 0)) / max(weights.sum(), 1.0)
-    after = situation.operands.whatif["out_e2"][index]
-    measured = situation.operands.whatif["out_ref2"][index] > 0
-    now = situation.current("out_e2") * measured
-    return gain_of(_per_cluster(after, reference, named), _per_cluster(now, reference, named), weights).value
+    """Gain of a correction on the clusters that `weights` selects, for operands chosen on others."""
+    corrections = situation.operands.corrections
+    if correction not in corrections:
+        return 1.0  # high precision
+    index = corrections.index(correction)
+    errors = _Errors(situation.operands, weights, named)
+    return gain_of(errors.after("out_e2")[index], errors.before("out_e2")[index], weights).value
 
 
 def choose(scores: Sequence[CorrectionScore]) -> tuple[str, ...]:
@@ -138,22 +124,57 @@ def choose(scores: Sequence[CorrectionScore]) -> tuple[str, ...]:
     return (KEEP,)
 
 
-def _per_cluster(values: Array, reference: Array, mask: Mask) -> Array:
-    """[T] sum over masked operands of errors relative to their mean ||output||^2."""
-    return divide(values, np.broadcast_to(reference, values.shape))[:, mask & (reference > 0)].sum(axis=1)
+class _Errors:
+    """Errors of the named operands, each relative to its own mean ||output||^2, so that they can be added.
 
+    A correction is compared with what the run does now on the clusters in which both were measured.
+    """
 
-def _parts(operands: OperandSums, weights: Array, reference: Array, mask: Mask) -> dict[str, float]:
-    def part(name: str) -> float:
-        return float(weights @ _per_cluster(operands.base[name], reference, mask))
+    def __init__(self, operands: OperandSums, weights: Array, named: Mask) -> None:
+        reference = np.tensordot(weights, operands.base["out_ref2"], axes=(0, 0)) / max(float(weights.sum()), 1.0)
+        self.chosen: Mask = named & (reference > 0)
+        self.n_operands = int(self.chosen.sum())
+        self.measured: Mask = operands.whatif["out_ref2"][..., self.chosen] > 0
+        """[C, T, N]"""
+        self._operands = operands
+        self._weights = weights
+        self._reference: Array = reference[self.chosen]
 
-    ideal = part("out_dz2") + part("out_grid2") + 2.0 * part("out_dz_grid")
-    return {
-        "all": part("out_e2"),
-        "scale": part("out_e2") - ideal,
-        "grid": part("out_grid2") + part("out_dz_grid"),
-        "saturated": part("out_saturated2"),
-    }
+    def before(self, name: str) -> Array:
+        """[C, T] as the run does now, where that correction was measured."""
+        return ((self._operands.current[name][:, self.chosen] / self._reference) * self.measured).sum(axis=-1)
+
+    def after(self, name: str) -> Array:
+        """[C, T] with each correction."""
+        values = self._operands.whatif[name][..., self.chosen] / self._reference
+        return (values * self.measured).sum(axis=-1)
+
+    def left_per_operand(self) -> Array:
+        """[C, N] part of each operand's output error that a correction leaves; NaN where it was not measured."""
+        after = self._operands.whatif["out_e2"][..., self.chosen]
+        before = self._operands.current["out_e2"][:, self.chosen] * self.measured
+        return divide(np.einsum("t,ctn->cn", self._weights, after), np.einsum("t,ctn->cn", self._weights, before))
+
+    def parts(self) -> dict[str, float]:
+        """Parts of the plain quantizer's output error, for `recovery_of`."""
+        ideal = self._base("out_dz2") + self._base("out_grid2") + 2.0 * self._base("out_dz_grid")
+        return {
+            "all": self._base("out_e2"),
+            "scale": self._base("out_e2") - ideal,
+            "grid": self._base("out_grid2") + self._base("out_dz_grid"),
+            "saturated": self._base("out_saturated2"),
+        }
+
+    def tensor_recovery(self) -> Array:
+        """[C] 1 - ||(Qc - x) on D||^2 / ||e_dz||^2, tensors weighted by the share of their error on D."""
+        own = self._weights @ self._operands.base["sum_e2"][:, self.chosen]
+        deadzone = self._weights @ self._operands.base["sum_dz2"][:, self.chosen]
+        left = np.einsum("t,ctn->cn", self._weights, self._operands.whatif["sum_e2_on_d"][..., self.chosen])
+        there = np.full(len(left), np.nansum(divide(deadzone, own)))
+        return 1.0 - divide(np.nansum(divide(left, np.broadcast_to(own, left.shape)), axis=-1), there)
+
+    def _base(self, name: str) -> float:
+        return float((self._weights @ self._operands.base[name][:, self.chosen] / self._reference).sum())
 
 
 def recovery_of(component: Component, gain: float, now: float, parts: Mapping[str, float]) -> float:
@@ -174,30 +195,22 @@ def recovery_of(component: Component, gain: float, now: float, parts: Mapping[st
     return min(mended / below[component], 1.0) if below[component] > 0 else float("nan")
 
 
-def _tensor_recovery(
-    after: dict[str, Array], operands: OperandSums, weights: Array, mask: Mask, component: Component
-) -> float | None:
-    """Deadzone only: 1 - ||(Qc - x) on D||^2 / ||e_dz||^2, tensors weighted by their share of error on D."""
-    if component is not Component.DEADZONE:
-        return None
-    own = np.tensordot(weights, operands.base["sum_e2"], axes=(0, 0))[mask]
-    deadzone = np.tensordot(weights, operands.base["sum_dz2"], axes=(0, 0))[mask]
-    left = np.tensordot(weights, after["sum_e2_on_d"], axes=(0, 0))[mask]
-    there = float(np.nansum(divide(deadzone, own)))
-    return 1.0 - float(np.nansum(divide(left, own))) / there if there > 0 else None
+def _cures(situation: Situation, weights: Array, chosen: Mask, left: Array) -> bool | None:
+    """Whether the median mismatch falls under the gate, scaled module by module with its operands' output error.
 
-
-def _cures(situation: Situation, weights: Array, mask: Mask, now: Array, after: Array) -> bool | None:
-    """Whether the median mismatch, scaled module by module with its output error, falls under the gate."""
+    `left` [N] is the part of the error that remains on the chosen operands; unknown parts are taken as whole.
+    """
     seen = np.isfinite(situation.mismatch)
     if not seen.any():
         return None
-    reference = np.tensordot(weights, situation.operands.base["out_ref2"], axes=(0, 0))
-    before = np.nan_to_num(divide(np.tensordot(weights, now, axes=(0, 0)), reference)) * situation.counted
-    corrected = np.nan_to_num(divide(np.tensordot(weights, after, axes=(0, 0)), reference)) * situation.counted
-    corrected = np.where(mask, corrected, before)
-    left = divide(corrected.sum(axis=1), before.sum(axis=1))
-    predicted = situation.mismatch * np.where(np.isfinite(left), left, 1.0)
+    operands = situation.operands
+    now = np.tensordot(weights, operands.current["out_e2"], axes=(0, 0))
+    now = np.nan_to_num(divide(now, np.tensordot(weights, operands.base["out_ref2"], axes=(0, 0))))
+    now = now * situation.counted
+    corrected = now.copy()
+    corrected[chosen] *= np.where(np.isfinite(left), left, 1.0)
+    part = divide(corrected.sum(axis=1), now.sum(axis=1))
+    predicted = situation.mismatch * np.where(np.isfinite(part), part, 1.0)
     return bool(np.median(predicted[seen]) <= situation.gate)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mxprobe.schema import Component, Phase, Verdict
-from mxprobe_kernels.formats import Rule
 
 from .component import groups, name_component, operand_errors, where
 from .corrections import KEEP, Situation, choose, score_corrections
@@ -56,13 +55,19 @@ class Decision:
         return self.verdict, self.component if acts else None, frozenset(self.chosen)
 
 
-def decide(measured: Measured, weights: Array, thresholds: Thresholds) -> Decision:
-    """Apply the verdict's steps in their order to clusters weighted by `weights` [T]."""
+def decide(measured: Measured, weights: Array, thresholds: Thresholds, *, with_whatifs: bool = True) -> Decision:
+    """Apply the verdict's steps in their order to clusters weighted by `weights` [T].
+
+    Without what-ifs, component and corrections are left out where the verdict does not need them.
+    """
     observed = mismatch(measured, weights)
     quantized = quantized_modules(measured, weights, thresholds)
     fits = tuple(fit(measured, weights, thresholds))
     verdict, reason = _gates(measured, observed, quantized, fits, thresholds)
-    parts = _Parts.of(measured, weights, thresholds, observed, quantized, reason)
+    if verdict is not None and not with_whatifs:
+        parts = _Parts.none(measured)
+    else:
+        parts = _Parts.of(measured, weights, thresholds, observed, quantized, reason)
     chosen: tuple[str, ...] = ()
     if verdict is None:
         verdict, reason, chosen = _choice(parts)
@@ -128,6 +133,11 @@ class _Parts:
     situation: Situation | None
 
     @classmethod
+    def none(cls, measured: Measured) -> "_Parts":
+        nothing = np.zeros((len(measured.modules), len(FORWARD_ROLES)), dtype=np.bool_)
+        return cls(Component.NONE, {}, (), nothing, (), None)
+
+    @classmethod
     def of(
         cls,
         measured: Measured,
@@ -138,9 +148,9 @@ class _Parts:
         reason: Reason,
     ) -> "_Parts":
         operands = measured.operands
-        shape = (len(measured.modules), len(FORWARD_ROLES))
         if operands is None or reason is Reason.FAR:
-            return cls(Component.NONE, {}, (), np.zeros(shape, dtype=np.bool_), (), None)
+            return cls.none(measured)
+        shape = (len(measured.modules), len(FORWARD_ROLES))
         counted = _counted_operands(measured, quantized)
         errors = operand_errors(operands, weights)
         shares = errors.shares(counted)
@@ -151,7 +161,6 @@ class _Parts:
             named |= members
         situation = Situation(
             operands=operands,
-            active=_active_corrections(measured),
             mismatch=observed.per_module if reason is Reason.CHOSEN else np.full(shape[0], np.nan),
             gate=observed.gate(thresholds),
             counted=counted,
@@ -171,31 +180,3 @@ def _counted_operands(measured: Measured, quantized: dict[Phase, Mask]) -> Mask:
             unknown = recipes[m] == ("none", "none")  # something is off, but no known recipe says which side
             counted[m] |= [unknown or side != "none" for side in recipes[m]]
     return counted
-
-
-def _active_corrections(measured: Measured) -> npt.NDArray[np.intp]:
-    """[M, R] index of the what-if that equals what the run does already, -1 where that is the plain quantizer."""
-    active = np.full((len(measured.modules), len(FORWARD_ROLES)), -1, dtype=np.intp)
-    operands = measured.operands
-    sums = measured.outputs.get(Phase.ROLLOUT) or measured.outputs.get(Phase.TRAIN)
-    if operands is None or sums is None:
-        return active
-    for m, recipe in enumerate(sums.recipes):
-        for r, side in enumerate(recipe):
-            name = correction_of(side)
-            if name in operands.corrections:
-                active[m, r] = operands.corrections.index(name)
-    return active
-
-
-def correction_of(recipe_side: str) -> str:
-    """The what-if that a side of a recipe amounts to, "" for `none`.
-
-    `mxfp4+of:0.5` -> `of:0.5`, `mxfp4+floor` -> `rule:floor`, `nvfp4` -> `nvfp4`.
-    """
-    format, _, how = recipe_side.partition("+")
-    if format in ("", "none"):
-        return ""
-    if not how:
-        return format
-    return f"rule:{how}" if how in {rule.value for rule in Rule} else how

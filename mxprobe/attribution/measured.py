@@ -13,6 +13,7 @@ import pandas as pd
 
 from mxprobe.schema import Phase, Role
 from mxprobe.trace import Trace
+from mxprobe_kernels.formats import Rule
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -22,7 +23,6 @@ MAX_CLUSTERS = 64
 
 _TENSOR_SUMS = (
     "sum_e2",
-    "sum_e2_on_d",
     "sum_dz2",
     "out_ref2",
     "out_e2",
@@ -32,7 +32,7 @@ _TENSOR_SUMS = (
     "out_zeroed2",
     "out_saturated2",
 )
-_WHATIF_SUMS = ("sum_e2", "sum_e2_on_d", "out_ref2", "out_e2", "out_zeroed2")
+_WHATIF_SUMS = ("sum_e2_on_d", "out_ref2", "out_e2", "out_zeroed2")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,12 @@ class OperandSums:
     rule: str
     corrections: tuple[str, ...]
     base: dict[str, Array]
+    """Of the plain quantizer that the trace was made with."""
     whatif: dict[str, Array]
+    active: Indices
+    """[M, R] index into `corrections` of what the run does already; -1 where that is the plain quantizer."""
+    current: dict[str, Array]
+    """`out_e2` and `out_zeroed2` as the run makes them now: `whatif` where a correction is active, else `base`."""
     n_steps: Indices
 
 
@@ -106,7 +111,9 @@ def measure(trace: Trace) -> Measured:
         for each in (Phase.TRAIN, Phase.ROLLOUT)
         if not (rows := outputs[outputs["phase"] == each.value]).empty
     }
-    operands = None if tensors.empty else _operand_sums(tensors, whatif, phase, axes)
+    now = sums.get(Phase.ROLLOUT) or sums.get(Phase.TRAIN)
+    recipes = now.recipes if now else ()
+    operands = None if tensors.empty else _operand_sums(tensors, whatif, phase, recipes, axes)
     return Measured(steps, n_clusters, modules, sums, operands)
 
 
@@ -160,7 +167,26 @@ def _output_sums(rows: pd.DataFrame, axes: _Axes) -> OutputSums:
     )
 
 
-def _operand_sums(tensors: pd.DataFrame, whatif: pd.DataFrame, phase: Phase, axes: _Axes) -> OperandSums:
+def correction_of(recipe_side: str) -> str:
+    """The what-if that a side of a recipe amounts to, "" for `none`.
+
+    `mxfp4+of:0.5` -> `of:0.5`, `mxfp4+floor` -> `rule:floor`, `nvfp4` -> `nvfp4`.
+    """
+    format, _, how = recipe_side.partition("+")
+    if format in ("", "none"):
+        return ""
+    if not how:
+        return format
+    return f"rule:{how}" if how in {rule.value for rule in Rule} else how
+
+
+def _operand_sums(
+    tensors: pd.DataFrame,
+    whatif: pd.DataFrame,
+    phase: Phase,
+    recipes: tuple[tuple[str, str], ...],
+    axes: _Axes,
+) -> OperandSums:
     shape = (axes.n_clusters, len(axes.module_index), len(FORWARD_ROLES))
     index = (axes.cluster(tensors), axes.module(tensors), _roles(tensors))
     base = {name: _sum_into(shape, index, tensors[name]) for name in _TENSOR_SUMS}
@@ -177,8 +203,16 @@ def _operand_sums(tensors: pd.DataFrame, whatif: pd.DataFrame, phase: Phase, axe
     pairs = tensors[["step", "module", "role"]].astype({"module": str, "role": str}).drop_duplicates()
     n_steps = np.zeros(shape[1:], dtype=np.intp)
     np.add.at(n_steps, (axes.module(pairs), _roles(pairs)), 1)
+    active = np.full(shape[1:], -1, dtype=np.intp)
+    for m, r in np.ndindex(len(recipes), len(FORWARD_ROLES)):
+        active[m, r] = positions.get(correction_of(recipes[m][r]), -1)
+    current = {name: base[name].copy() for name in ("out_e2", "out_zeroed2")}
+    for m, r in np.argwhere(active >= 0):
+        for name, values in current.items():
+            values[:, m, r] = after[name][active[m, r], :, m, r]
     rules = tensors["rule"].dropna().astype(str)
-    return OperandSums(phase, rules.mode().iloc[0] if len(rules) else "", corrections, base, after, n_steps)
+    rule = rules.mode().iloc[0] if len(rules) else ""
+    return OperandSums(phase, rule, corrections, base, after, active, current, n_steps)
 
 
 def _roles(frame: pd.DataFrame) -> Indices:

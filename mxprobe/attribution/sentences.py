@@ -1,5 +1,7 @@
 """The verdict in sentences: the headline, and what would have to be seen for another one."""
 
+import numpy as np
+
 from mxprobe.schema import Component, Verdict
 
 from . import words
@@ -25,7 +27,8 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
                 "cannot be compared."
             )
         case Reason.NO_SYMPTOM:
-            return "None needed: training and rollout agree, whatever their rounding costs."
+            rounds = [fit.phase for fit in decision.fits]
+            return f"None needed: training and rollout agree.{_cost(measured) if len(rounds) > 1 else ''}"
         case Reason.FAR:
             return (
                 "Not explained by MXFP4 rounding: the layers do not compute what their inputs and the trainer's "
@@ -88,6 +91,13 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
                 f"{replay}Another verdict needs a median mismatch under {words.number(seen.gate(thresholds))} (now "
                 f"{words.number(seen.median)}){margin}, or layers that stop following their prediction."
             )
+
+
+def _cost(measured: Measured) -> str:
+    """What rounding costs a run whose two sides round alike."""
+    weights = np.ones(measured.n_clusters)
+    errors = [float(np.nanmedian(sums.realised(weights))) for sums in measured.outputs.values()]
+    return f" Both carry rounding: a median error of {words.number(max(errors))} of a layer's output energy (measured)."
 
 
 def _would(decision: Decision) -> str:

@@ -116,5 +116,5 @@ def _floor(train: OutputSums, weights: Array, seen: Mask) -> float:
     """Median over modules of the median change of realised error between neighbouring probed training steps."""
     error = divide(train.realised2, train.ref2)[weights > 0][:, seen]
     changes = np.abs(np.diff(error, axis=0))
-    per_module = [float(np.median(column[np.isfinite(column)])) for column in changes.T if np.isfinite(column).any()]
-    return float(np.median(per_module)) if per_module else 0.0
+    changes = changes[:, np.isfinite(changes).any(axis=0)]
+    return float(np.median(np.nanmedian(changes, axis=0))) if changes.size else 0.0

@@ -36,7 +36,7 @@ def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: 
     thresholds = thresholds or Thresholds()
     measured = measure(trace)
     decision = decide(measured, np.ones(measured.n_clusters), thresholds)
-    scores = with_held_out_gains(measured, decision, decide, thresholds)
+    scores = with_held_out_gains(measured, decision, thresholds)
     coverage = coverage_of(trace.modules())
     return Recommendation(
         verdict=decision.verdict,
@@ -47,7 +47,7 @@ def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: 
         chosen=decision.chosen,
         corrections=_ordered(scores, decision.chosen),
         evidence=evidence.collect(trace, measured, decision, coverage, thresholds),
-        agreement=resample_agreement(measured, decision, decide, thresholds),
+        agreement=resample_agreement(measured, decision, thresholds),
         coverage=coverage,
         thresholds=thresholds,
         what_would_change=what_would_change(decision, measured, thresholds),
