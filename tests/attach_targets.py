@@ -73,7 +73,7 @@ while not os.path.exists(until):
     optimizer.step()
     optimizer.zero_grad()
     losses.write(loss.item().hex() + "\\n")
-    time.sleep(0.005)
+    time.sleep(float(os.environ.get("PAUSE_S", "0.005")))
 losses.write("end " + model[0].weight.sum().item().hex() + "\\n")
 """
 
@@ -95,10 +95,11 @@ def running(
         process.communicate()
 
 
-def mxprobe(*arguments: str, timeout_s: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MXPROBE, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, **options
-    )
+def mxprobe(
+    *arguments: str, timeout_s: float = 60.0, prefix: Sequence[str] = (), **options: Any
+) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, *MXPROBE, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
 
 
 def until(condition: Callable[[], Any], *, timeout_s: float = 15.0) -> Any:

@@ -15,7 +15,7 @@ import mxprobe
 from mxprobe.attach.elf import ImageError, find_python, read_maps
 from mxprobe.attach.injector import FUNCTIONS
 from mxprobe.attach.payload import boot_statement
-from mxprobe.attach.process import Process
+from mxprobe.attach.process import Process, check_attachable
 from mxprobe.attach.refusals import refuse
 from mxprobe.attach.rundir import RunDirectory, listener_socket_of
 from mxprobe.errors import AttachError
@@ -46,6 +46,13 @@ def enter(process: Process, run_directory: RunDirectory, token: str) -> Entry:
     if not run_directory.visible_to(process):
         raise refuse("other_mount_namespace", process.pid, str(run_directory.path))
     return Entry("ptrace", _inject(process, run_directory, token))
+
+
+def check_reachable(process: Process) -> None:
+    """Raise the AttachError that is certain already, before anything is imported, written or started for it."""
+    check_attachable(process)
+    if listener_socket_of(process) is None:
+        check_ptrace(process)
 
 
 def check_ptrace(process: Process) -> None:

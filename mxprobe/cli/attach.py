@@ -85,10 +85,11 @@ def command(
 
     The training goes on bit for bit as without it. Ctrl-C detaches, closes the trace and prints its directory.
     """
-    from mxprobe.attach.process import check_attachable, look_up
+    from mxprobe.attach.entry import check_reachable
+    from mxprobe.attach.process import look_up
 
     process = look_up(pid)
-    check_attachable(process)
+    check_reachable(process)
     directory = output or Path(f"{process.name}-{pid}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
     config = AgentConfig(
         every=every,
