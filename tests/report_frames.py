@@ -36,7 +36,7 @@ def frame(table: str, columns: dict[str, Any]) -> pd.DataFrame:
     n = len(next(iter(columns.values()))) if columns else 0
     filled: dict[str, Any] = {}
     for name, kind in TABLES[table]:
-        default = "" if kind in ("dict", "string") else 0
+        default: Any = "" if kind in ("dict", "string") else [] if kind.startswith("list") else 0
         values = columns.get(name, [default] * n)
         filled[name] = pd.Categorical([str(v) for v in values]) if kind == "dict" else values
     return pd.DataFrame({**filled, "rank": [0] * n})

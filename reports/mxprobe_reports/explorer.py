@@ -1,5 +1,6 @@
 """The operands as page.js explores them: columns, series, histograms, what-ifs, and the measures to colour by."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.attribution import ratios
-from mxprobe.attribution.gaussian import gaussian_reference
-from mxprobe.schema import Component
+from mxprobe.attribution.gaussian import GaussianReference, gaussian_reference
+from mxprobe.schema import Component, Rule
 
 from . import names, packing, whatifs
 from .operands import SERIES, Operands, dense
@@ -97,10 +98,7 @@ def columns(operands: Operands) -> pd.DataFrame:
     """One row per operand, columns `OPERAND_COLUMNS`; errors are relative energies, shares fractions."""
     totals = operands.totals
     frame = pd.concat([ratios.tensor_ratios(totals), ratios.output_ratios(totals)], axis=1)
-    references = [
-        gaussian_reference(float(log2_rms), str(rule))
-        for log2_rms, rule in zip(frame["log2_rms"], totals["rule"], strict=True)
-    ]
+    references = [_reference(*operand) for operand in zip(frame["log2_rms"], totals["rule"], strict=True)]
     frame["nmse_reference"] = [reference.nmse for reference in references]
     frame["zeroed_reference"] = [reference.zero_frac for reference in references]
     frame["nmse_ratio"] = frame["nmse"] / frame["nmse_reference"]
@@ -162,3 +160,8 @@ def _first_selected(operands: Operands, frame: pd.DataFrame) -> dict[str, int]:
     error = np.nan_to_num(np.asarray(frame["out_error"], dtype=float), nan=-1.0)
     worst = int(np.argmax(np.where(forward, error, error - 1e9)))
     return {"module": int(operands.totals["module"].iloc[worst]), "role": int(operands.totals["role"].iloc[worst])}
+
+
+def _reference(log2_rms: float, rule: str) -> GaussianReference:
+    known = rule in {each.value for each in Rule}
+    return gaussian_reference(float(log2_rms) if known else math.nan, rule if known else Rule.RCEIL)

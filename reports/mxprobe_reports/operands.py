@@ -36,7 +36,7 @@ class Operands:
     n_probed_steps: int
     phase: str
     n_bad_rows: int
-    """Rows left out because a sum in them was missing or not finite."""
+    """Rows left out: a sum is missing or not finite, or the operand is unknown."""
     first_nonfinite: tuple[int, str, str] | None
     """Step, module and role of the first row with NaN or infinite values in its tensor."""
     n_identity_violations: int
@@ -52,7 +52,8 @@ def collect(tensors: pd.DataFrame, modules: Sequence[str]) -> Operands:
     phase = _main_phase(tensors)
     rows = tensors[tensors["phase"].astype(str) == phase].reset_index(drop=True) if phase else tensors.iloc[:0]
     sums = rows[list(SUMS)].apply(pd.to_numeric).astype(np.float64).to_numpy()
-    good = np.isfinite(sums).all(axis=1)
+    named = rows[["step", "module", "role"]].notna().all(axis=1) & rows["role"].isin([role.value for role in Role])
+    good = np.isfinite(sums).all(axis=1) & named.to_numpy()
     kept = rows[good].reset_index(drop=True)
     values = pd.DataFrame(sums[good], columns=pd.Index(SUMS))
 

@@ -21,7 +21,7 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
     if operands.n_probed_steps == 1:
         found.append("Only one step was probed: nothing can be said about change over time.")
     if operands.n_bad_rows:
-        found.append(f"{operands.n_bad_rows} operand rows hold a sum that is missing or not finite; they are left out.")
+        found.append(f"{operands.n_bad_rows} operand rows are left out: a sum in them is missing or not finite.")
     if operands.n_identity_violations:
         found.append(
             f"{operands.n_identity_violations} operand rows violate the identity of the components by more than 1e-5."

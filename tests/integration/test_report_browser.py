@@ -194,7 +194,7 @@ def test_each_chart_has_its_table_and_csv(watched: Watched, whole: Path) -> None
     watched.open(whole)
     for details in watched.page.locator("details[data-table]").all():
         details.locator("summary").click()
-        assert details.locator("tbody tr").count() > 0, details.get_attribute("data-table")
+        details.locator("tbody tr").first.wait_for()
     with watched.page.expect_download() as download:
         watched.page.locator("details[data-table=hurts] button").click()
     lines = Path(download.value.path()).read_text(encoding="utf-8").splitlines()

@@ -1,16 +1,20 @@
 """`mxprobe report` on real trace directories: files, exit codes, words."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
 from mxprobe.cli import main
 from mxprobe.errors import EXIT_TRACE, EXIT_USAGE
+from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter
+from tests import report_frames
 from tests.synthetic import Run, write_trace
 
 
@@ -57,6 +61,21 @@ def test_empty_trace_gives_a_page(tmp_path: Path) -> None:
     result = report(tmp_path / "empty.mxprobe")
     assert result.exit_code == 0, result.stderr
     assert "The trace is empty" in (tmp_path / "empty.html").read_text(encoding="utf-8")
+
+
+def test_trace_full_of_nan_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    frames = report_frames.inputs(n_layers=1)
+    writer = TraceWriter(tmp_path / "nan.mxprobe", {})
+    for table in ("tensors", "outputs", "whatif", "signals", "modules", "overhead"):
+        frame: pd.DataFrame = getattr(frames, table).drop(columns="rank")
+        floats = [name for name, kind in TABLES[table] if kind == "float64"]
+        frame[floats] = math.nan
+        writer.append(table, {name: frame[name].tolist() for name in frame})
+    writer.close()
+    result = report(tmp_path / "nan.mxprobe")
+    assert result.exit_code == 0, result.output
+    assert "a sum in them is missing or not finite" in result.stderr
+    assert "Every logged value is NaN" in (tmp_path / "nan.html").read_text(encoding="utf-8")
 
 
 def test_not_a_trace_and_no_place_to_write_are_named(trace: Path, tmp_path: Path) -> None:

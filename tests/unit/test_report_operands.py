@@ -54,6 +54,18 @@ def test_rows_with_a_sum_that_is_not_finite_are_left_out_and_counted(rows: pd.Da
     assert collected.first_nonfinite == (rows["step"][41], rows["module"][41], rows["role"][41])
 
 
+def test_rows_of_an_operand_or_step_that_is_not_known_are_left_out(rows: pd.DataFrame) -> None:
+    odd = rows.astype({"role": object, "module": object, "step": float})
+    odd.loc[0, "role"], odd.loc[1, "module"], odd.loc[2, "step"] = "from_the_future", None, np.nan
+    assert operands.collect(odd, NAMES).n_bad_rows == 3
+
+
+def test_an_unknown_rule_has_no_gaussian_reference(rows: pd.DataFrame) -> None:
+    frame = explorer.columns(operands.collect(rows.assign(rule="ties_away"), NAMES))
+    assert frame["nmse_reference"].isna().all()
+    assert frame["nmse"].notna().all()
+
+
 def test_a_row_that_violates_the_identity_is_counted(rows: pd.DataFrame) -> None:
     assert operands.collect(rows, NAMES).n_identity_violations == 0
     rows.loc[5, "sum_grid2"] *= 1.001

@@ -196,7 +196,7 @@ def test_nan_laden_trace_gives_a_page_that_says_so() -> None:
     overhead[["step_ns", "probe_ns"]] = np.nan
     html = page(tensors=tensors, outputs=outputs, signals=signals, overhead=overhead)
     text = text_of(html)
-    assert f"{len(tensors)} operand rows hold a sum that is missing or not finite" in text
+    assert f"{len(tensors)} operand rows are left out: a sum in them is missing" in text
     assert "Every logged value is NaN or infinite." in text
     assert "no realised error is finite" in text
     assert "No step was timed" in text
