@@ -16,15 +16,13 @@ Written = list[tuple[dict[str, Any], Any]]
 
 
 class WandbRun:
-    """`wandb.sdk.wandb_run.Run`, with its own count of steps."""
+    """`wandb.sdk.wandb_run.Run`."""
 
     def __init__(self) -> None:
         self.written: Written = []
-        self._local_step = 0
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
         self.written.append((data, step))
-        self._local_step += step is None
 
 
 def wandb(run: WandbRun) -> dict[str, ModuleType]:

@@ -28,7 +28,7 @@ from mxprobe.agent.inventory import Entry, module_rows, take_inventory
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
-from mxprobe.agent.signals import SignalTaps
+from mxprobe.agent.signals import NO_STEP, SignalTaps
 from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
@@ -335,11 +335,14 @@ class Session:
         self._recorder.add("events", row)
 
     def _on_signals(self, rows: list[dict[str, Any]]) -> None:
-        self.worker.put(lambda: self._add_signals(rows))
+        completed = self.n_steps
+        self.worker.put(lambda: self._add_signals(rows, completed))
 
-    def _add_signals(self, rows: list[dict[str, Any]]) -> None:
+    def _add_signals(self, rows: list[dict[str, Any]], completed: int) -> None:
+        """Where a call named no step, the one that this process had completed."""
+        step = self.worker.step_base + completed if self.role == "trainer" else NO_STEP
         for row in rows:
-            self._recorder.add("signals", row)
+            self._recorder.add("signals", row if row["step"] != NO_STEP else {**row, "step": step})
 
     def _on_event(self, kind: str, detail: str) -> None:
         step = self._clock.step

@@ -20,6 +20,9 @@ from mxprobe.agent.taps.values import is_on_device, scalar
 NO_STEP = -1
 """`step` of rows whose call named none: to be placed by their time."""
 
+ECHO_NS = 1_000_000_000
+"""The same value under the same key from another sink within so long is the same number logged twice."""
+
 Row = dict[str, Any]
 Emit = Callable[["list[Row]"], None]
 
@@ -50,6 +53,8 @@ class SignalTaps:
         self._closed = False
         self._pid = os.getpid()
         self._told: set[str] = set()
+        self._last: dict[str, tuple[str, float, int]] = {}
+        """Key -> (source, value, time) of the last row."""
         self._spent_ns = 0
 
     def ensure_wrapped(self) -> None:
@@ -116,10 +121,20 @@ class SignalTaps:
             for key, value in reading.data.items():
                 number = scalar(value)
                 if number is not None:
-                    rows.append({**shared, "raw_key": str(key), "metric": "", "estimator": "", "value": number})
+                    if not self._is_echo(tap, str(key), number, now):
+                        rows.append({**shared, "raw_key": str(key), "metric": "", "estimator": "", "value": number})
                 elif is_on_device(value):
                     self._leave_out(tap, str(key))
         return rows
+
+    def _is_echo(self, tap: Tap, key: str, value: float, now: int) -> bool:
+        """True where another sink has just been given this number: a script that logs to two loggers in turn."""
+        source, last, then = self._last.get(key, ("", 0.0, 0))
+        same = value == last or (value != value and last != last)
+        if source and source != tap.source and same and now - then < ECHO_NS:
+            return True
+        self._last[key] = (tap.source, value, now)
+        return False
 
     def _leave_out(self, tap: Tap, key: str) -> None:
         self.n_on_device += 1

@@ -144,7 +144,7 @@ def test_a_sink_imported_after_the_attach_is_tapped_at_the_next_boundary(heard: 
     run.log({"loss": 1.0})
     add_wandb(heard, run)
     run.log({"loss": 0.5})
-    assert heard.said == [("loss", 1, 0.5)]
+    assert heard.said == [("loss", NO_STEP, 0.5)]
 
 
 def test_a_module_that_is_still_importing_is_left_alone(heard: Heard, run: WandbRun) -> None:
@@ -194,7 +194,7 @@ def test_what_a_sink_raises_reaches_the_caller(heard: Heard, run: WandbRun) -> N
     assert [where for where, _ in heard.errors] == ["wandb.sdk.wandb_run.Run.log"]
     heard.errors.clear()
     run.log({"loss": 1.0})
-    assert heard.said == [("loss", 0, 1.0)]
+    assert heard.said == [("loss", NO_STEP, 1.0)]
 
 
 def test_a_call_that_is_not_understood_is_heard_below(heard: Heard, run: WandbRun) -> None:
@@ -324,13 +324,31 @@ def test_values_on_a_device_are_skipped_and_counted(heard: Heard, run: WandbRun)
     ]
 
 
-def test_a_logger_without_a_step_gives_its_own_count(heard: Heard, run: WandbRun) -> None:
+def test_a_step_may_be_logged_beside_the_metrics(heard: Heard, run: WandbRun) -> None:
     add_wandb(heard, run)
     run.log({"loss": 1.0})
-    run.log({"loss": 2.0})
-    run.log({"loss": 3.0, "train/global_step": 40})
-    assert heard.said[:2] == [("loss", 0, 1.0), ("loss", 1, 2.0)]
-    assert ("loss", 40, 3.0) in heard.said
+    run.log({"loss": 2.0, "train/global_step": 40})
+    assert heard.said == [("loss", NO_STEP, 1.0), ("loss", 40, 2.0), ("train/global_step", 40, 40.0)]
+
+
+def test_a_number_logged_to_two_loggers_in_turn_is_one_record(heard: Heard, run: WandbRun, monkeypatch: Any) -> None:
+    class Run:
+        def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            pass
+
+    module = ModuleType("trackio.run")
+    vars(module)["Run"] = Run
+    add_wandb(heard, run)
+    heard.add(module)
+    for step in (1, 2):
+        for logger in (run, Run()):
+            logger.log({"lr": 0.1, "nan": math.nan, "own": float(logger is run)}, step)
+    assert [row["source"].split(".")[0] for row in heard.rows if row["raw_key"] == "lr"] == ["wandb", "wandb"]
+    assert [row["step"] for row in heard.rows if row["raw_key"] == "nan"] == [1, 2]
+    assert [row["value"] for row in heard.rows if row["raw_key"] == "own"] == [1.0, 0.0, 1.0, 0.0]
+    monkeypatch.setattr("mxprobe.agent.signals.ECHO_NS", 0)
+    Run().log({"lr": 0.1}, 3)
+    assert heard.said[-1] == ("lr", 3, 0.1)
 
 
 def test_a_logger_is_named_after_the_one_framework_in_use(heard: Heard, run: WandbRun, monkeypatch: Any) -> None:

@@ -98,6 +98,7 @@ def test_openrlhf_evaluation_and_other_trainers_go_through_the_loggers(process: 
     process.load(loggers, module)
     wandb, tensorboard = trainer.loggers
     wandb.log_eval(4, {"reward": 0.5})
+    tensorboard.log_eval(4, {"reward": 0.5})
     tensorboard.log_train(4, {"loss": 1.0})
     assert process.said == [("openrlhf", "eval/reward", 4, 0.5), ("openrlhf", "train/loss", 4, 1.0)]
 

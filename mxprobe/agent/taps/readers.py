@@ -41,17 +41,15 @@ def named(data: str, step: str = "step") -> Reader:
     return read
 
 
-def counted(data: str, *counters: str) -> Reader:
-    """As `named`; without a step, the one logged beside the metrics, else the sink's own count.
+def logged(data: str) -> Reader:
+    """As `named`; without a step, the one that is logged beside the metrics, if there is one.
 
-    `counters`: attributes of the sink's object that hold it, the first that is there.
+    A logger's own count of calls is no step: a trainer may log ten times in one step, or every tenth step.
     """
 
     def read(arguments: Arguments) -> list[Reading]:
         metrics = _mapping(arguments[data])
-        own = vars(arguments["self"])
-        known = [arguments.get("step"), *(metrics.get(k) for k in _STEP_KEYS), *(own.get(c) for c in counters)]
-        steps = (integer(step) for step in known)
+        steps = (integer(step) for step in (arguments.get("step"), *(metrics.get(key) for key in _STEP_KEYS)))
         return [Reading(metrics, next((step for step in steps if step is not None), None))]
 
     return read

@@ -84,7 +84,7 @@ LOGGER_TAPS: tuple[Tap, ...] = (
         "Run",
         "log",
         ("data", "step"),
-        readers.counted("data", "_local_step", "_step"),
+        readers.logged("data"),
         "wandb",
         True,
         also=(("wandb", "log"),),  # bound to the run by `wandb.init`
@@ -106,7 +106,7 @@ LOGGER_TAPS: tuple[Tap, ...] = (
         "Run",
         "log",
         ("metrics", "step"),
-        readers.counted("metrics", "_next_step"),
+        readers.logged("metrics"),
         "trackio",
         True,
     ),
@@ -120,8 +120,8 @@ LOGGER_TAPS: tuple[Tap, ...] = (
         True,
     ),
     Tap("mlflow.tracking.client", "MlflowClient", "log_batch", ("metrics",), readers.mlflow_batch, "mlflow", True),
-    Tap("swanlab.sdk.internal.run", "Run", "log", ("data", "step"), _DATA_STEP, "swanlab", True),
-    Tap("swanlab", "", "log", ("data", "step"), _DATA_STEP, "swanlab", True),
+    Tap("swanlab.sdk.internal.run", "Run", "log", ("data", "step"), readers.logged("data"), "swanlab", True),
+    Tap("swanlab", "", "log", ("data", "step"), readers.logged("data"), "swanlab", True),
 )
 
 TAPS: tuple[Tap, ...] = FRAMEWORK_TAPS + LOGGER_TAPS
