@@ -101,7 +101,7 @@ def _output_row(snapshot: Snapshot, recipes: dict[tuple[str, str], Recipe]) -> R
     bias = snapshot.weight.bias
     y = snapshot.y if bias is None else snapshot.y.double() - bias.double()
     place = (snapshot.module, snapshot.phase)
-    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y), recipes.get(place))
+    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y, snapshot.y.dtype), recipes.get(place))
     if sums["exact"]:
         recipes[place] = recipe
     return {

@@ -8,7 +8,6 @@ residual is below 1e-5 of the reference on all sampled rows, which a bfloat16 ou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -39,6 +38,8 @@ class Call(NamedTuple):
     """[O_s, K]"""
     y: torch.Tensor
     """[R, O_s], bias taken off."""
+    dtype: torch.dtype = torch.float64
+    """In which the layer returned y: what its operands had been rounded to, at least."""
 
 
 def candidates(previous: Recipe | None) -> Iterator[Recipe]:
@@ -52,25 +53,30 @@ def candidates(previous: Recipe | None) -> Iterator[Recipe]:
 
 
 def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe and the sums of one row of table `outputs`: ref2, realised2, predicted2, residual2, exact."""
+    """The recipe and the sums of one row of table `outputs`: ref2, realised2, predicted2, residual2, exact.
+
+    Where y is narrower than x or W (autocast), the product was taken of values rounded to y's dtype. Quantizers
+    may come before that rounding or after it, so both orders are tried.
+    """
     x, w, y = call.x.double(), call.w.double(), call.y.double()
-    small = Call(x[:_PROBE_ROWS], w[:_PROBE_FEATURES], y[:_PROBE_ROWS, :_PROBE_FEATURES])
-    small_ref2 = _energy(small.x @ small.w.T)
+    small_y = y[:_PROBE_ROWS, :_PROBE_FEATURES]
+    small_ref2 = _energy(x[:_PROBE_ROWS] @ w[:_PROBE_FEATURES].T)
     ref = x @ w.T
     ref2, realised2 = _energy(ref), _energy(y - ref)
-    quantized = _Quantized(call.x, call.w)
-    best: Recipe = (NONE, NONE)
-    best_residual2 = math.inf
-    for recipe in candidates(previous):
-        qx, qw = quantized.pair(recipe, _PROBE_ROWS, _PROBE_FEATURES)
-        residual2 = _energy(small.y - qx @ qw.T)
-        if residual2 <= EXACT_FRAC * small_ref2:
-            sums = _sums(recipe, quantized, y, ref)
-            if sums["residual2"] <= EXACT_FRAC * ref2:
-                return recipe, {"exact": True, "ref2": ref2, "realised2": realised2, **sums}
-        if residual2 < best_residual2:
-            best, best_residual2 = recipe, residual2
-    return best, {"exact": False, "ref2": ref2, "realised2": realised2, **_sums(best, quantized, y, ref)}
+    best: tuple[float, Recipe, _Quantized] | None = None
+    for quantized in _orders(call):
+        for recipe in candidates(previous):
+            qx, qw = quantized.pair(recipe, _PROBE_ROWS, _PROBE_FEATURES)
+            residual2 = _energy(small_y - qx @ qw.T)
+            if residual2 <= EXACT_FRAC * small_ref2:
+                sums = _sums(recipe, quantized, y, ref)
+                if sums["residual2"] <= EXACT_FRAC * ref2:
+                    return recipe, {"exact": True, "ref2": ref2, "realised2": realised2, **sums}
+            if best is None or residual2 < best[0]:
+                best = (residual2, recipe, quantized)
+    assert best is not None  # there always is a candidate
+    _, recipe, quantized = best
+    return recipe, {"exact": False, "ref2": ref2, "realised2": realised2, **_sums(recipe, quantized, y, ref)}
 
 
 def _sums(recipe: Recipe, quantized: _Quantized, y: torch.Tensor, ref: torch.Tensor) -> dict[str, float]:
@@ -79,14 +85,23 @@ def _sums(recipe: Recipe, quantized: _Quantized, y: torch.Tensor, ref: torch.Ten
     return {"predicted2": _energy(product - ref), "residual2": _energy(y - product)}
 
 
+def _orders(call: Call) -> Iterator[_Quantized]:
+    dtype = call.dtype
+    yield _Quantized(call.x, call.w, dtype)
+    if any(torch.finfo(t.dtype).eps < torch.finfo(dtype).eps for t in (call.x, call.w)):
+        yield _Quantized(call.x.to(dtype), call.w.to(dtype), dtype)
+
+
 class _Quantized:
     """Quantized versions of x and W, each made once, of a few rows or of all."""
 
-    def __init__(self, x: torch.Tensor, w: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> None:
         self._tensors = (x, w)
+        self._dtype = dtype
         self._made: dict[tuple[int, str, int | None], torch.Tensor] = {}
 
     def pair(self, recipe: Recipe, rows: int | None, features: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 [rows, K] and [features, K]; None for all."""
         return self._get(0, recipe[0], rows), self._get(1, recipe[1], features)
 
     def _get(self, side: int, name: str, limit: int | None) -> torch.Tensor:
@@ -95,7 +110,7 @@ class _Quantized:
             whole = self._tensors[side]
             # nvfp4 has a tensor scale, which is the whole tensor's.
             value = quantize(whole, name)[:limit] if name == "nvfp4" else quantize(whole[:limit], name)
-            self._made[key] = value.double()
+            self._made[key] = value.to(self._dtype).double()
         return self._made[key]
 
 

@@ -59,12 +59,13 @@ def effective_weight(module: nn.Linear) -> Any:
     """`module.weight`, with a parametrization evaluated on copies of its modules.
 
     A parametrization may keep state (spectral norm iterates in place at every read) or draw random numbers;
-    reading `module.weight` once more would then change the run.
+    reading `module.weight` once more would then change the run. The copies are in evaluation mode, which for
+    spectral norm yields the weight of the forward that has just run.
     """
     if not is_parametrized(module, "weight"):
         return module.weight
     chain: Any = module.parametrizations.weight  # pyright: ignore[reportAttributeAccessIssue]
-    steps: list[Any] = [copy.deepcopy(step) for step in chain]
+    steps: list[Any] = [copy.deepcopy(step).eval() for step in chain]
     originals = [p for name, p in chain.named_parameters(recurse=False) if name.startswith("original")]
     with torch.random.fork_rng(devices=[]):
         value: Any = steps[0](*originals)

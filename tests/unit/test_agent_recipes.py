@@ -48,6 +48,22 @@ def test_a_bfloat16_layer_is_none_and_a_bfloat16_output_is_still_exact(call: Cal
     assert sums["exact"]
 
 
+@pytest.mark.parametrize("first", ["quantized", "rounded"])
+def test_under_autocast_both_orders_of_rounding_and_quantizing_are_exact(call: Call, first: str):
+    operands = [t.bfloat16() if first == "rounded" else t for t in (call.x, call.w)]
+    qx, qw = (quantize(t, "mxfp4+rceil").bfloat16() for t in operands)
+    recipe, sums = infer_recipe(call._replace(y=qx @ qw.T, dtype=torch.bfloat16))
+    assert recipe == ("mxfp4+rceil", "mxfp4+rceil")
+    assert sums["exact"]
+
+
+def test_under_autocast_an_untouched_product_is_none(call: Call):
+    recipe, sums = infer_recipe(call._replace(y=call.x.bfloat16() @ call.w.bfloat16().T, dtype=torch.bfloat16))
+    assert recipe == ("none", "none")
+    assert sums["residual2"] < 4e-6 * sums["ref2"]
+    assert sums["predicted2"] > 0
+
+
 def test_stale_weights_are_far_from_what_any_recipe_predicts(call: Call):
     other = call._replace(w=call.w + 0.5 * torch.randn(call.w.shape, generator=torch.Generator().manual_seed(2)))
     stale = call._replace(y=run(other, "mxfp4+rceil", "mxfp4+rceil").y)
