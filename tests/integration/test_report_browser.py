@@ -34,7 +34,7 @@ class Watched:
         page.route("**/*", self._on_request)
 
     def _on_console(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):
+        if message.type in ("error", "warning", "trace"):
             self.complaints.append(message.text)
 
     def _on_request(self, route: Route) -> None:
@@ -293,8 +293,18 @@ def test_a_large_run_is_interactive_within_six_seconds(watched: Watched, tmp_pat
 
 
 def test_print_shows_the_verdict_and_no_navigation(watched: Watched, whole: Path) -> None:
+    watched.page.emulate_media(color_scheme="dark")
     watched.open(whole)
-    watched.page.emulate_media(media="print")
+    watched.page.emulate_media(media="print", color_scheme="dark")
     assert not watched.page.locator(".top nav").is_visible()
     assert watched.page.locator("#verdict h1").is_visible()
+    assert watched.page.pdf(format="A4")[:5] == b"%PDF-"
+    watched.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    widths = watched.page.locator("[data-chart] .main-svg").evaluate_all("nodes => nodes.map(n => n.clientWidth)")
+    assert len(widths) >= 11
+    assert max(widths) <= 700
+    assert watched.page.evaluate("document.getElementById('chart-hurts').layout.font.color") == "#4c545d"
+    watched.page.emulate_media(media="screen")
+    watched.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    watched.page.wait_for_function("() => document.querySelector('#chart-hurts .main-svg').clientWidth > 500")
     watched.check()

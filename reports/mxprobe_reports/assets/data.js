@@ -66,9 +66,9 @@ function tick(x) {
 }
 const FORMAT = { number, percent, decibel, text: (x) => x, times: (x) => (Number.isFinite(x) ? number(x) + " ×" : "–") };
 
-// Plotly reads a subset of HTML in every label: names must reach it as text.
+// Plotly reads a subset of HTML, and TeX between dollar signs, in every label: names must reach it as text.
 function plain(text) {
-  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/\$/g, "&#36;");
 }
 function shorten(text, length) {
   return text.length <= length ? text : text.slice(0, length / 2 - 1) + "…" + text.slice(1 - length / 2);

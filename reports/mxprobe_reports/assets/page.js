@@ -160,7 +160,19 @@ function start() {
   document.querySelectorAll("[data-chart]").forEach((node) => observer.observe(node));
   const redraw = () => visible.forEach(draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  addEventListener("beforeprint", () => document.querySelectorAll("[data-chart]").forEach(draw));
+  addEventListener("beforeprint", () => {
+    document.body.classList.add("printing");
+    document.querySelectorAll("#verdict details").forEach((details) => { details.open = true; });
+    for (const node of document.querySelectorAll("[data-chart]")) {
+      draw(node);
+      // Resizing by itself comes after a delay, which printing does not wait for.
+      if (node.layout) Plotly.relayout(node, { width: node.clientWidth, height: node.clientHeight });
+    }
+  });
+  addEventListener("afterprint", () => {
+    document.body.classList.remove("printing");
+    redraw();
+  });
   for (const details of document.querySelectorAll("details[data-table]")) {
     details.addEventListener("toggle", () => details.open && fillTable(details));
     details.querySelector("button").addEventListener("click", () => saveCsv(details));
