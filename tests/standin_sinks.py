@@ -138,7 +138,10 @@ def trainer(*, rank: int = 0) -> Any:
 
     class Trainer:
         def __init__(self) -> None:
-            self.state = SimpleNamespace(global_step=7, is_world_process_zero=rank == 0)
+            self.state = SimpleNamespace(
+                global_step=7, epoch=0.5, num_input_tokens_seen=640, is_world_process_zero=rank == 0
+            )
+            self.args = SimpleNamespace(include_num_input_tokens_seen="no")
 
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             pass

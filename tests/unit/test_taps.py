@@ -62,8 +62,10 @@ def test_transformers_trainer(process: Process) -> None:
     vars(module)["Trainer"] = type(first)
     process.load(module)
     first.log({"loss": 0.5, "note": "text"})
+    first.args.include_num_input_tokens_seen = "all"
     first.log(logs={"eval_loss": 0.25}, start_time=None)
-    assert process.said == [("transformers", "loss", 7, 0.5), ("transformers", "eval_loss", 7, 0.25)]
+    said = {"loss": 0.5, "epoch": 0.5}, {"eval_loss": 0.25, "epoch": 0.5, "num_input_tokens_seen": 640.0}
+    assert process.said == [("transformers", key, 7, value) for call in said for key, value in call.items()]
     vars(module)["Trainer"] = type(second)
     assert readers.trainer_log({"self": second, "logs": {"loss": 0.5}}) == []
 

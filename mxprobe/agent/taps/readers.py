@@ -66,12 +66,17 @@ def prefixed(prefix: str, data: str, step: str) -> Reader:
 
 
 def trainer_log(arguments: Arguments) -> list[Reading]:
-    """`transformers.Trainer.log`: every rank calls it, rank 0 reports."""
+    """`transformers.Trainer.log`: every rank calls it, rank 0 reports; it adds the epoch and the tokens itself."""
     trainer = arguments["self"]
-    if not trainer.state.is_world_process_zero:
+    state = trainer.state
+    if not state.is_world_process_zero:
         return []
-    logs, step = _mapping(arguments["logs"]), integer(trainer.state.global_step)
-    return [Reading(logs, step, framework=framework_of(type(trainer)))]
+    logs = dict(_mapping(arguments["logs"]))
+    if state.epoch is not None:
+        logs["epoch"] = state.epoch
+    if getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        logs["num_input_tokens_seen"] = state.num_input_tokens_seen
+    return [Reading(logs, integer(state.global_step), framework=framework_of(type(trainer)))]
 
 
 def framework_of(trainer_class: type) -> str:
