@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.drop(self.act(self.up(x))))
+        return x + self.down(self.drop(self.act(self.up(x)).clone()))
 
 
 class Model(nn.Module):
