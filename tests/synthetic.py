@@ -7,7 +7,7 @@ block (x * c, W / c), whose weights drift from step to step. `train` and `rollou
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Run:
     """None: generation is not seen."""
     outlier_gain: float = 1.0
     """Size of one channel per block at the inputs of q, k, v, gate and up; the weights take it back."""
-    steps: int = 10
+    steps: int = 8
     layers: int = 1
     drift: float = 0.15
     """Relative change of W per step."""
@@ -202,7 +202,3 @@ def _write_modules(writer: TraceWriter, run: Run) -> None:
             "gemm_flops": [2.0 * ROWS * HIDDEN * HIDDEN] * len(probed) + [0.0, 2.0 * ROWS * HIDDEN * HIDDEN],
         },
     )
-
-
-def with_seed(run: Run, seed: int) -> Run:
-    return replace(run, seed=seed)

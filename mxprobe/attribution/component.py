@@ -96,7 +96,7 @@ def kind_of(module: str) -> str:
 def where(
     found: list[tuple[OperandGroup, Mask]], component: Component, thresholds: Thresholds
 ) -> list[tuple[OperandGroup, Mask]]:
-    """Groups to name: of the named component, with at least a tenth of the largest such group's error.
+    """Groups to name: of the named component, with at least a fifth of the largest such group's error.
 
     A mixed whole names all groups of that size, each with its own component; so does a whole whose component no
     group has on its own.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+from mxprobe.metrics import Series, preferred
 from mxprobe.schema import Component, Phase, Role, Verdict
 from mxprobe.trace import Trace
 
@@ -167,7 +168,7 @@ def _backward(tensors: pd.DataFrame) -> Iterator[Evidence]:
 
 def _trends(signals: pd.DataFrame) -> Iterator[Evidence]:
     for metric, words in _TRENDS.items():
-        rows = signals[(signals["metric"] == metric) & np.isfinite(signals["value"])].sort_values("step")
+        rows = _one_series(signals[(signals["metric"] == metric) & np.isfinite(signals["value"])])
         if len(rows) < 8:
             continue
         quarter = len(rows) // 4
@@ -179,6 +180,16 @@ def _trends(signals: pd.DataFrame) -> Iterator[Evidence]:
             "one run is no proof of a cause",
             last,
         )
+
+
+def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the one series to look at, by step: keys and sinks that mean the same are no further samples."""
+    keys = rows[["source", "framework", "raw_key"]].astype(str)
+    chosen = preferred(Series(*key) for key in keys.drop_duplicates().itertuples(index=False, name=None))
+    if chosen is None:
+        return rows
+    same = (keys["source"] == chosen.source) & (keys["raw_key"] == chosen.raw_key)
+    return rows[same & (keys["framework"] == chosen.framework)].sort_values("step")
 
 
 def phases_seen(measured: Measured) -> str:

@@ -25,8 +25,9 @@ class Thresholds:
     """Share of quantized modules that must be far for `not_explained`."""
     component_share: float = 0.5
     """Share of the output error at which a component is named; below it, `mixed`."""
-    where_error_frac: float = 0.1
-    """A group of operands is named if its output error is at least this part of the largest group's."""
+    where_error_frac: float = 0.2
+    """A group of operands is named if its output error is at least this part of the largest group's: a correction
+    costs the same in every group, and mends next to nothing in the others."""
     min_recovery: float = 0.5
     """Part of the named component that a correction must mend."""
     min_gain: float = 0.3
