@@ -24,8 +24,8 @@ def append(writer: TraceWriter, tables: dict[str, pd.DataFrame]) -> None:
     for name, rows in tables.items():
         if len(rows):
             columns = {column: rows[column].tolist() for column, _ in TABLES[name]}
-            if name == "modules" and 0 in columns["shape"]:  # report_frames leaves it out
-                columns["shape"] = [[64, 64]] * len(rows)
+            if name == "modules":  # report_frames leaves shapes out
+                columns["shape"] = [list(shape) if shape else [64, 64] for shape in columns["shape"]]
             writer.append(name, columns)
 
 

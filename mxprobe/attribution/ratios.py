@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS
+from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Phase
 
 ADDITIVE = (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS)
 
@@ -124,6 +124,23 @@ def realised_ratios(outputs: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
             "log2_ratio": np.where(realised > 0, log2_ratio, np.nan),
         }
     )
+
+
+def mismatch_by_step(outputs: pd.DataFrame) -> pd.Series:
+    """Step -> median over modules of |realised error in rollout - in training|, from rows of `outputs`.
+
+    Empty where one phase was not seen. Modules that do the same on both sides count with what their tokens differ
+    by; the verdict's own figure (`symptom.mismatch`) takes them as 0.
+    """
+    rows = realised_ratios(outputs, ["step", "module", "phase"])
+    wide = rows.assign(phase=rows["phase"].astype(str)).pivot(
+        index=["step", "module"], columns="phase", values="realised"
+    )
+    phases = [Phase.ROLLOUT.value, Phase.TRAIN.value]
+    if not set(phases) <= set(wide.columns):
+        return pd.Series(dtype=float)
+    difference = (wide[phases[0]] - wide[phases[1]]).abs().dropna()
+    return difference.groupby(level="step").median()
 
 
 def _frame(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:

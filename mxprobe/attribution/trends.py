@@ -3,7 +3,7 @@
     r      = (n r1 + 1) / (n - 4)              lag-1 autocorrelation, Kendall's bias correction, cut to [0, .95]
     trend    Mann-Kendall S; var(S) inflated by (1 + r) / (1 - r); r of the series less its Theil-Sen line
     step     max over k of |mean after - mean before| sqrt(k (n - k) / n), against a circular block bootstrap
-    level    mean +- t sqrt(var / n_eff),  n_eff = n (1 - r) / (1 + r)
+    level    mean +- t sqrt(var / n_eff),  n_eff = n (1 - r) / (1 + r); var and r of what a straight line leaves
     hint     Page-Hinkley on a prewhitened series with a short baseline: where to look, never evidence
 
 Science, section 7. A trend or step of one run is "associated with" what happened then, not caused by it: healthy
@@ -27,6 +27,7 @@ MIN_POINTS = 8
 ALPHA = 0.01
 """Level of the trend test. On AR(1) noise of 120 points it raised a false alarm in .003 to .02 of the series."""
 _MAX_LAG1 = 0.95
+_MIN_EFFECTIVE = 4.0
 _SEED = 0x74726E64
 
 
@@ -59,7 +60,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Level:
-    """Mean of a stretch of a series and its interval; the whole line where there are fewer than two points."""
+    """Mean of a stretch of a series and its interval; the whole line where there are fewer than three points."""
 
     mean: float
     low: float
@@ -67,12 +68,12 @@ class Level:
     n: int
     n_effective: float
     variance: float = math.nan
-    """Of the points about the mean; NaN where there are fewer than two."""
+    """Of the points about a straight line; NaN where there are fewer than three."""
 
     @property
     def standard_error2(self) -> float:
         """Squared standard error of the mean; NaN where it is not known."""
-        return self.variance / self.n_effective if self.n > 1 else math.nan
+        return self.variance / self.n_effective
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,11 @@ class Change:
         return self.low > 0 or self.high < 0
 
 
-def lag1(values: Sequence[float] | Array) -> float:
+def lag1(values: Sequence[float] | Array, *, n_fitted: int = 1) -> float:
     """Lag-1 autocorrelation, bias-corrected; in [0, .95]. 0 for a constant or with fewer than 6 points.
 
-    Negative estimates count as 0: they would shrink intervals on the strength of a few points.
+    `n_fitted` counts what was taken off before: 1 the mean, 2 a line; each costs a bias of about -1/n at 0. Negative
+    estimates count as 0: they would shrink intervals on the strength of a few points.
     """
     y = np.asarray(values, dtype=np.float64)
     y = y - y.mean() if y.size else y
@@ -100,7 +102,7 @@ def lag1(values: Sequence[float] | Array) -> float:
     if y.size < 6 or energy <= 0:
         return 0.0
     raw = float(y[1:] @ y[:-1]) / energy
-    return min(max((y.size * raw + 1.0) / (y.size - 4.0), 0.0), _MAX_LAG1)
+    return min(max((y.size * raw + n_fitted) / (y.size - 4.0), 0.0), _MAX_LAG1)
 
 
 def mann_kendall(values: Sequence[float] | Array) -> Trend | None:
@@ -175,22 +177,30 @@ def page_hinkley(
 
 
 def level(values: Sequence[float] | Array, *, confidence: float = 0.95) -> Level:
-    """Mean of the finite values with a t interval at the effective number of points."""
+    """Mean of the finite values with a t interval at the effective number of points (4 or more).
+
+    A steady drift is part of the level, not noise about it, so it is taken off before the noise is judged. On AR(1)
+    noise of phi 0 to .6 a 95 % interval covered .90-.98 with 12 points and .92-.98 with 24 or more; of phi .8, .83 and
+    .87-.94.
+    """
     y = np.asarray(values, dtype=np.float64)
     y = y[np.isfinite(y)]
-    if y.size < 2:
-        mean = float(y[0]) if y.size else math.nan
-        return Level(mean, -math.inf, math.inf, int(y.size), float(y.size))
-    r = lag1(y)
-    n_effective = max(y.size * (1.0 - r) / (1.0 + r), 2.0)
-    variance = float(y.var(ddof=1)) / (1.0 - min((1.0 + r) / (1.0 - r) / y.size, 0.5))
-    half = t_quantile(0.5 + confidence / 2.0, max(n_effective - 1.0, 1.0)) * math.sqrt(variance / n_effective)
-    mean = float(y.mean())
-    return Level(mean, mean - half, mean + half, int(y.size), n_effective, variance)
+    n = y.size
+    mean = float(y.mean()) if n else math.nan
+    if n < 3:
+        return Level(mean, -math.inf, math.inf, n, float(n))
+    t = np.arange(n) - (n - 1) / 2.0
+    rest = y - mean - t * (float(t @ y) / float(t @ t))
+    r = lag1(rest, n_fitted=2)
+    inflation = (1.0 + r) / (1.0 - r)
+    n_effective = max(n / inflation, min(n, _MIN_EFFECTIVE))
+    variance = float(rest @ rest) / (n - 2) / (1.0 - min(2.0 * inflation / n, 0.5))
+    half = t_quantile(0.5 + confidence / 2.0, max(n_effective - 2.0, 1.0)) * math.sqrt(variance / n_effective)
+    return Level(mean, mean - half, mean + half, n, n_effective, variance)
 
 
 def level_change(a: Level, b: Level, *, confidence: float = 0.95) -> Change:
-    """B's mean less A's with Welch's t interval at the effective numbers of points; unbounded where one has < 2."""
+    """B's mean less A's with Welch's t interval at the effective numbers of points; unbounded where one has < 3."""
     parts = (a.standard_error2, b.standard_error2)
     difference = b.mean - a.mean
     total = sum(parts)
@@ -199,10 +209,19 @@ def level_change(a: Level, b: Level, *, confidence: float = 0.95) -> Change:
     if total <= 0:
         return Change(difference, difference, difference)
     degrees = total**2 / sum(
-        part**2 / max(each.n_effective - 1.0, 1.0) for part, each in zip(parts, (a, b), strict=True)
+        part**2 / max(each.n_effective - 2.0, 1.0) for part, each in zip(parts, (a, b), strict=True)
     )
     half = t_quantile(0.5 + confidence / 2.0, max(degrees, 1.0)) * math.sqrt(total)
     return Change(difference, difference - half, difference + half)
+
+
+def paired_change(a: Sequence[float] | Array, b: Sequence[float] | Array, *, confidence: float = 0.95) -> Change:
+    """Mean of b(t) - a(t) with its interval: what moves both alike is no noise. ValueError for unequal lengths."""
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if x.shape != y.shape:
+        raise ValueError(f"{x.size} values cannot be paired with {y.size}")
+    found = level(y - x, confidence=confidence)
+    return Change(found.mean, found.low, found.high)
 
 
 def pooled(values: Sequence[float] | Array) -> Array:

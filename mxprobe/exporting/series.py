@@ -17,8 +17,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
-from mxprobe.attribution.ratios import output_ratios, realised_ratios, tensor_ratios, totals
-from mxprobe.schema import Phase
+from mxprobe.attribution.ratios import mismatch_by_step, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.trace import Trace
 
 _OPERAND = {"nmse": "nmse", "out_error": "output_error", "zero_frac": "zero_frac"}
@@ -86,19 +85,6 @@ def _outputs(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[pd.DataFram
             yield _long(ratios["step"], prefix + column + "_error", ratios[column], ratios["step"].map(when))
     difference = mismatch_by_step(rows)
     yield _long(difference.index, "mxprobe/mismatch", difference.to_numpy(), when.reindex(difference.index).to_numpy())
-
-
-def mismatch_by_step(outputs: pd.DataFrame) -> pd.Series:
-    """Step -> median over modules of |realised error in rollout - in training|, from rows of `outputs`."""
-    ratios = realised_ratios(outputs, ["step", "module", "phase"])
-    wide = ratios.assign(phase=ratios["phase"].astype(str)).pivot(
-        index=["step", "module"], columns="phase", values="realised"
-    )
-    both = [Phase.ROLLOUT.value, Phase.TRAIN.value]
-    if not set(both) <= set(wide.columns):
-        return pd.Series(dtype=float)
-    difference = (wide[both[0]] - wide[both[1]]).abs().dropna()
-    return difference.groupby(level="step").median()
 
 
 def _places(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[tuple[pd.Series, pd.DataFrame]]:

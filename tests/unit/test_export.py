@@ -11,10 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from mxprobe.attribution.ratios import output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.ratios import mismatch_by_step, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.cli import main
 from mxprobe.exporting import curves
-from mxprobe.exporting.series import mismatch_by_step
 from mxprobe.schema import TABLES
 from mxprobe.trace import open_trace
 from tests import report_frames

@@ -1,0 +1,91 @@
+"""B relative to A: what was different, what changed, and whether the correction did what was predicted."""
+
+import math
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from mxprobe.attribution.thresholds import Thresholds
+from mxprobe.attribution.words import correction_words, number
+from mxprobe.trace import Trace
+
+from .alignment import Alignment, align
+from .levels import ErrorChange, SignalChange, error_changes, signal_changes
+from .prediction import Outcome, PredictionCheck, SymptomChange, check_prediction
+from .provenance import ConfigChange, config_changes
+
+JSON_SCHEMA = "mxprobe.compare/1"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that `mxprobe compare` says. Numbers are measured unless they are called predicted."""
+
+    a: str
+    b: str
+    headline: str
+    alignment: Alignment
+    config: tuple[ConfigChange, ...]
+    prediction: PredictionCheck
+    symptom: SymptomChange | None
+    signals: tuple[SignalChange, ...]
+    errors: tuple[ErrorChange, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready: numbers that are not finite are null."""
+        return {"schema": JSON_SCHEMA, **_plain(self)}
+
+
+def compare(a: Trace, b: Trace, thresholds: Thresholds | None = None) -> Comparison:
+    """Compare two traces, B relative to A.
+
+    Raises:
+        UsageError: they have no module, shape or phase in common, or nothing was probed in one.
+        TraceError: a table cannot be read.
+    """
+    alignment = align(a, b)
+    prediction, symptom = check_prediction(a, b, alignment, thresholds or Thresholds())
+    signals = signal_changes(a, b, alignment)
+    return Comparison(
+        a=str(a.directory),
+        b=str(b.directory),
+        headline=_headline(prediction, symptom, signals),
+        alignment=alignment,
+        config=config_changes(a, b, alignment),
+        prediction=prediction,
+        symptom=symptom,
+        signals=signals,
+        errors=error_changes(a, b, alignment),
+    )
+
+
+def _headline(prediction: PredictionCheck, symptom: SymptomChange | None, signals: tuple[SignalChange, ...]) -> str:
+    sentences: list[str] = []
+    if prediction.outcome not in (Outcome.NOT_PREDICTED, Outcome.NOT_SWITCHED_ON, Outcome.NOT_MEASURED):
+        words = correction_words(prediction.correction)
+        sentences.append(f"{words[0].upper()}{words[1:]} {prediction.outcome}.")
+    if symptom is not None and (symptom.was_symptom or symptom.is_symptom):
+        over = "still over" if symptom.was_symptom and symptom.is_symptom else "over" if symptom.is_symptom else "under"
+        sentences.append(
+            f"The mismatch of rollout and training went from {number(symptom.a)} to {number(symptom.b)}, {over} its "
+            f"gate of {number(symptom.gate_b)}."
+        )
+    reward = next((each for each in signals if each.metric == "reward_mean"), None)
+    if reward is not None:
+        change = reward.change
+        moved = "rose" if change.difference > 0 else "fell"
+        said = f"{moved} by {number(abs(change.difference))}" if change.is_clear else "did not change clearly"
+        sentences.append(f"The reward {said}: {number(reward.a.mean)} to {number(reward.b.mean)}.")
+    return " ".join(sentences) or "Nothing that both runs measured tells them apart."
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
