@@ -102,6 +102,12 @@ def _hard_tensors(g: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
     ties = k[torch.randint(0, 8, (64, 96), generator=g)] * 0.125
     ties[:, ::32] = 3.0
     yield "ideal-scale ties bf16", (ties * torch.exp2(torch.randint(-8, 8, (64, 1), generator=g))).bfloat16()
+    # fp32 neighbours of k amax / 24: the ratio to the ideal scale is a tie, or a few parts in 10^8 off one
+    amax = torch.rand(64, 1, generator=g, dtype=torch.float64).float() * 6 + 2
+    near = (k[torch.randint(0, 8, (64, 96), generator=g)] * amax.double() / 24).float()
+    near = torch.where(torch.randint(0, 2, (64, 96), generator=g) > 0, torch.nextafter(near, torch.zeros(())), near)
+    near[:, ::32] = amax
+    yield "near ideal-scale ties fp32", near
     boundary = torch.tensor([6.0, 3.0, 3.5, 7.0, 8.0]).repeat(13)[:64, None].expand(64, 96).clone()
     boundary[:, 1:] = torch.rand(64, 95, generator=g) * 2.9
     yield "amax at a boundary", boundary

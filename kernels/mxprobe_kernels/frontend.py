@@ -7,14 +7,17 @@ float64; the torch path is float64 itself.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 
 from mxprobe_kernels import torch_backend
 from mxprobe_kernels.decomposition import Decomposition
-from mxprobe_kernels.formats import Format, Rule, get_format, get_rule
+from mxprobe_kernels.formats import MXFP4, Format, Rule, get_format, get_rule
 from mxprobe_kernels.torch_backend import ErrorFields
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "torch", "triton")
 
 
 def decompose(
@@ -31,9 +34,28 @@ def decompose(
     an infinity are counted and left out. Nothing is copied from the device until a number is read off the
     result. ValueError for an unknown format, rule or backend, or a tensor that has no such axis.
     """
+    record, chosen = get_format(format), get_rule(rule)
+    if _pick(backend, x, record) == "triton":
+        from mxprobe_kernels import triton_backend
+
+        return triton_backend.decompose(x, record, chosen, dim)
+    return torch_backend.decompose(x, record, chosen, dim)
+
+
+def _pick(backend: str, x: torch.Tensor, format: Format) -> str:
+    """The backend to use. ValueError for one that is unknown, or that cannot take this tensor."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-    return torch_backend.decompose(x, get_format(format), get_rule(rule), dim)
+    if backend == "auto":
+        return "triton" if x.device.type == "cuda" and format == MXFP4 and _has_triton() else "torch"
+    if backend == "triton" and not _has_triton():
+        raise ValueError("backend 'triton': triton is not installed here; use backend='torch'")
+    return backend
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def quantize_dequantize(

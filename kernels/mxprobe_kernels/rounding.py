@@ -13,7 +13,7 @@ import torch
 from mxprobe_kernels.formats import Format, Rule
 
 E8M0_BIAS = 127
-_FP32_INF_BITS = 0x7F800000
+FP32_INF_BITS = 0x7F800000
 
 
 def amax_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +23,7 @@ def amax_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     bits = magnitude.amax(-1, keepdim=True)
-    excluded = bits >= _FP32_INF_BITS
+    excluded = bits >= FP32_INF_BITS
     return bits.masked_fill(excluded, 0), excluded
 
 
