@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution import ratios
-from mxprobe.schema import Component
+from mxprobe.schema import Component, Verdict
 
 from . import names
 from .explorer import MEASURES, default_measure
@@ -15,28 +15,31 @@ N_WORST = 5
 _PARTS = (("scale", "scale", "out_scale"), ("deadzone", "deadzone", "out_deadzone"), ("grid", "grid", "out_grid"))
 
 
-def section(operands: Operands, frame: pd.DataFrame, component: Component) -> Html:
+def section(operands: Operands, frame: pd.DataFrame, component: Component, verdict: Verdict) -> Html:
     """Two cards side by side. `frame` is `explorer.columns(operands)`."""
     if frame.empty:
         why = "No operand was measured in this trace, so there is no error to show."
         return card("Where the error is", tag("p", why, class_="empty"), id="error")
-    return tag("div", _hurts(operands, frame), _where(operands, component), class_="row two", id="error")
+    return tag("div", _hurts(operands, frame, verdict), _where(operands, component), class_="row two", id="error")
 
 
-def _hurts(operands: Operands, frame: pd.DataFrame) -> Html:
-    note = tag(
-        "p",
-        "By output error, each operand quantized alone; loss sensitivity is not in this trace.",
-        class_="note",
-    )
+def _hurts(operands: Operands, frame: pd.DataFrame, verdict: Verdict) -> Html:
+    text = "By output error, each operand quantized alone; loss sensitivity is not in this trace."
+    kind = basis("measured", "output error")
+    if verdict is Verdict.NOTHING_QUANTIZED:
+        quantizers = sorted(
+            {f"{f} {r}" for f, r in zip(operands.totals["format"], operands.totals["rule"], strict=True)}
+        )
+        text = f"Nothing is quantized here: this is what {', '.join(quantizers)} would do to these tensors."
+        kind = basis("predicted", "output error")
     label = "Heatmap of GEMM output error, operands by layers"
     return card(
         "Where it hurts",
         chart("hurts", label, size="heat"),
         tag("h3", "Worst operands"),
         _worst(operands, frame),
-        note,
-        kind=basis("measured", "output error"),
+        tag("p", text, class_="note"),
+        kind=kind,
     )
 
 

@@ -68,7 +68,8 @@ _DEFINITIONS: tuple[tuple[str, Sequence[str], str], ...] = (
         "Each operand quantized alone; dgrad and wgrad likewise, along their own contractions. The error of a tensor "
         "is not the error of its product: one outlier channel makes the first small and the second large. The split "
         "of the output error is the remainder split through the GEMM, where the deadzone and grid parts correlate; "
-        "their cross term is shared equally. “Made on zeroed values” is the output error of those elements alone.",
+        "their cross term is shared equally. “Made on zeroed values” is the output error of those elements alone. "
+        "Whether a run quantizes its backward is not recorded: dgrad and wgrad are what-ifs.",
     ),
     (
         "Gaussian reference",

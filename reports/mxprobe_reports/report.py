@@ -63,7 +63,7 @@ class Report:
             [
                 verdict.section(recommendation),
                 symptoms.section(self.signals),
-                errors.section(self.operands, self.columns, recommendation.component),
+                errors.section(self.operands, self.columns, recommendation.component, recommendation.verdict),
                 corrections.section(recommendation),
                 layers.selected(self.operands),
                 layers.all_layers(self.operands),

@@ -258,3 +258,11 @@ def test_negative_scale_share_is_no_scale_problem() -> None:
     rows: pd.DataFrame = report_frames.tensors(report_frames.module_names(1), [1])
     rows["out_grid2"] = 1.3 * rows["out_e2"]
     assert "no scale problem" in page(n_layers=1, tensors=rows)
+
+
+def test_a_run_in_high_precision_gets_what_mxfp4_would_do_not_a_measurement() -> None:
+    names = report_frames.module_names(2)
+    html = page(recommendation=report_frames.recommendation(names, verdict=Verdict.NOTHING_QUANTIZED))
+    assert "this is what mxfp4 rceil would do to these tensors" in html
+    card = html[html.index("<h2>Where it hurts</h2>") :][:200]
+    assert 'class="basis predicted"' in card
