@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mxprobe.attach.elf import PAGE_BYTES, ImageError, Mapping, PythonImage, find_python, read_maps
-from mxprobe.attach.ptrace import Registers, Tracee, TraceeGone, block_interactive_signals
+from mxprobe.attach.ptrace import Registers, Tracee, TraceeGone, block_signals
 
 FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "Py_IsInitialized")
 _SYSCALL = b"\x0f\x05"
@@ -195,7 +195,9 @@ def _syscall_instruction(memory: BinaryIO, maps: list[Mapping]) -> int:
 
 
 def main() -> int:
-    block_interactive_signals()
+    block_signals()
+    with contextlib.suppress(OSError):
+        os.nice(-10)  # where allowed: on a busy machine the stopped thread waits for us to be scheduled
     pid, start_ticks = int(sys.argv[1]), int(sys.argv[2])
     statement = sys.stdin.read()
     gc.disable()

@@ -10,7 +10,7 @@ _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4204, 0x4205, 0x4206, 0x4207
 _NT_X86_XSTATE = 0x202
 _WALL = 0x40000000
 _XSTATE_BYTES = 65536
-_POLL_S = 0.0002
+_POLL_S = 0.02
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -110,9 +110,11 @@ class Tracee:
                 if not os.WIFSTOPPED(status):
                     raise TraceeGone
                 return Stop(status)
-            if time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 return None
-            time.sleep(_POLL_S)
+            # A stop raises SIGCHLD here: woken at once rather than by polling, the thread stands still for less.
+            signal.sigtimedwait([signal.SIGCHLD], min(left_s, _POLL_S))
 
     def registers(self) -> Registers:
         registers = Registers()
@@ -132,11 +134,10 @@ class Tracee:
         _call(_SETREGSET, self.tid, _NT_X86_XSTATE, ctypes.addressof(iovec))
 
 
-def block_interactive_signals() -> None:
-    """A Ctrl-C meant for the command must not end the tracer between two register writes."""
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP}
-    )
+def block_signals() -> None:
+    """A Ctrl-C meant for the command must not end the tracer between two register writes; SIGCHLD is for `wait`."""
+    interactive = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, interactive | {signal.SIGCHLD})
 
 
 def _call(request: int, tid: int, address: int = 0, data: int = 0) -> None:
