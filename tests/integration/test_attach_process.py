@@ -192,6 +192,34 @@ def test_kill_9_of_the_process_keeps_what_was_recorded(tmp_path: Path) -> None:
     assert not open_trace(trace).tensors().empty
 
 
+def test_a_child_that_inherited_the_connection_does_not_keep_the_attachment_alive(tmp_path: Path) -> None:
+    """Data loader workers are forked with every descriptor of their parent."""
+    go, child = tmp_path / "go", tmp_path / "child"
+    program = (
+        "import os, time, torch\nmodel = torch.nn.Linear(32, 32)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nprint('up', flush=True)\nforked = False\n"
+        "while True:\n    model(torch.ones(2, 32)).sum().backward()\n    optimizer.step()\n    time.sleep(0.01)\n"
+        f"    if not forked and os.path.exists({str(go)!r}):\n"
+        "        forked = os.fork()\n        if not forked:\n            time.sleep(60)\n"
+        f"        open({str(child)!r}, 'w').write(str(forked))\n"
+    )
+    with running(program, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True) as process:
+        command = [*MXPROBE, "attach", str(process.pid), "-o", str(tmp_path / "a.mxprobe"), *SCHEDULE]
+        controller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            until(lambda: (tmp_path / "a.mxprobe" / "run.json").exists(), timeout_s=40)
+            go.touch()
+            until(child.exists)
+            process.kill()
+            _, err = controller.communicate(timeout=30)
+        finally:
+            controller.kill()
+            controller.communicate()
+            os.killpg(process.pid, signal.SIGKILL)
+    assert controller.returncode == 0
+    assert "the process has ended" in err
+
+
 def test_a_job_started_by_run_is_entered_through_its_listener(tmp_path: Path) -> None:
     trace = tmp_path / "a.mxprobe"
     with training(tmp_path, prefix=[*MXPROBE, "run", "--"]) as trainer:
