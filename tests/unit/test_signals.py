@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
 import sys
@@ -30,7 +31,7 @@ class Heard:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for tap in TAPS:
             monkeypatch.delitem(sys.modules, tap.module, raising=False)
-        for package in FRAMEWORK_PACKAGES:
+        for package in (*FRAMEWORK_PACKAGES, "wandb"):
             monkeypatch.delitem(sys.modules, package, raising=False)
         self._monkeypatch = monkeypatch
         self.rows: list[dict[str, Any]] = []
@@ -167,6 +168,15 @@ def test_another_signature_is_not_tapped_and_said(heard: Heard) -> None:
         "tap not applicable: prime_rl.monitors.log has signature (metrics: 'dict[str, Any]', step: 'int') -> 'None', "
         "expected parameters data, step"
     ]
+
+
+def test_a_module_function_with_a_self_is_not_tapped() -> None:
+    """swanlab 0.10 decorates `swanlab.log` with the signature of `Run.log`."""
+    module = ModuleType("m")
+    vars(module)["log"] = functools.wraps(WandbRun.log)(lambda *args, **kwargs: None)
+    tap = Tap("m", "", "log", ("data", "step"), lambda arguments: [], "m")
+    with pytest.raises(TapNotApplicableError, match=r"has signature \(self, data"):
+        splice(tap, module, lambda tap, arguments: True)
 
 
 def test_another_owner_is_not_tapped_and_said(heard: Heard) -> None:

@@ -121,7 +121,8 @@ def _positional_names(tap: Tap, original: types.FunctionType) -> list[str]:
     except (TypeError, ValueError) as error:
         raise TapNotApplicableError(f"tap not applicable: {tap.source} has no readable signature ({error})") from None
     wanted = (*(("self",) if tap.owner else ()), *tap.parameters)
-    if not set(wanted) <= set(signature.parameters):
+    # A module function with a `self` is a decorated method whose first argument is not what its signature says.
+    if not set(wanted) <= set(signature.parameters) or (not tap.owner and "self" in signature.parameters):
         raise TapNotApplicableError(
             f"tap not applicable: {tap.source} has signature {signature}, expected parameters {', '.join(wanted)}"
         )

@@ -121,7 +121,7 @@ LOGGER_TAPS: tuple[Tap, ...] = (
     ),
     Tap("mlflow.tracking.client", "MlflowClient", "log_batch", ("metrics",), readers.mlflow_batch, "mlflow", True),
     Tap("swanlab.sdk.internal.run", "Run", "log", ("data", "step"), readers.logged("data"), "swanlab", True),
-    Tap("swanlab", "", "log", ("data", "step"), readers.logged("data"), "swanlab", True),
+    Tap("swanlab.data.run.main", "SwanLabRun", "log", ("data", "step"), readers.logged("data"), "swanlab", True),
 )
 
 TAPS: tuple[Tap, ...] = FRAMEWORK_TAPS + LOGGER_TAPS
