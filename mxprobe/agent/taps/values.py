@@ -16,6 +16,8 @@ def scalar(value: Any) -> float | None:
 
     Python and numpy numbers, and tensors and arrays of one element. A bool is a flag, not a metric.
     """
+    if type(value) is float:
+        return value
     if isinstance(value, bool):
         return None
     try:
