@@ -14,6 +14,7 @@ import pytest
 from mxprobe.attach.process import Process, check_attachable, look_up, main_thread_activity
 from mxprobe.attach.refusals import REFUSALS, refuse
 from mxprobe.errors import EXIT_ATTACH, AttachError
+from tests.attach_targets import until
 
 ME = look_up(os.getpid())
 
@@ -84,9 +85,8 @@ def test_a_name_with_spaces_and_parentheses_does_not_shift_the_fields() -> None:
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        facts = look_up(child.pid)
-        assert facts.start_ticks >= ME.start_ticks
-        assert facts.state == "S"
+        assert look_up(child.pid).start_ticks >= ME.start_ticks
+        until(lambda: look_up(child.pid).state == "S")
     finally:
         child.communicate()
 
