@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "check": "Hold a trace against limits; exit 1 when one is breached.",
     "export": "Write all rows as CSV, JSON or Parquet, or hand them to an experiment tracker.",
     "live": "Watch a run that is being recorded, in this terminal.",
+    "scan": "Decompose the weights of a checkpoint, before there is a run.",
     "config": "Show the effective settings and where each came from.",
     "demo": "Attach to a real GRPO run on this machine, start to end.",
     "doctor": "Say which ways of attaching work here, and why not.",

@@ -106,6 +106,17 @@ class TraceWriter:
             finally:
                 os.close(self._lock_descriptor)
 
+    def abandon(self) -> None:
+        """Stop writing and leave the trace open-ended, as if the process had died: readable, not complete."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+            os.close(self._lock_descriptor)
+
     def __enter__(self) -> "TraceWriter":
         return self
 

@@ -1,0 +1,182 @@
+"""`mxprobe scan CHECKPOINT`: the analysis of weights, before there is a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mxprobe.errors import EXIT_TRACE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mxprobe.scan import ScanResult, ScanSettings
+
+_DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
+
+
+@click.command("scan")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Trace to write; default NAME.mxprobe.")
+@click.option(
+    "--format", "format_", default="mxfp4", show_default=True, metavar="NAME", help="Number format to quantize to."
+)
+@click.option(
+    "--rule", default="rceil", show_default=True, metavar="RULE", help="Scale rule of its power-of-two scales."
+)
+@click.option("--whatif", "whatifs", multiple=True, metavar="CORRECTION", help="Score these corrections. Repeatable.")
+@click.option("--no-whatif", is_flag=True, help="Score no correction: the fastest scan.")
+@click.option(
+    "--whatif-elements",
+    default=65_536,
+    show_default=True,
+    help="Elements of each weight and direction on which corrections are scored.",
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Scan only modules that match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these out in place of the default. Repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.scan/1) on standard output.")
+@click.pass_context
+def command(
+    context: click.Context,
+    checkpoint: Path,
+    output: Path | None,
+    format_: str,
+    rule: str,
+    whatifs: tuple[str, ...],
+    no_whatif: bool,
+    whatif_elements: int,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Decompose the quantization error of the weights in CHECKPOINT, a safetensors file or a HuggingFace directory.
+
+    No GPU and no run is needed; memory holds a part of one tensor. Writes a trace that `report` and `check` read.
+    A scan that was stopped goes on when the same command is given again. Heads, embeddings and routers are left
+    out unless --exclude says otherwise. Exits 3 when a file or a tensor could not be read; the rest is scanned.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
+    from mxprobe.scan import ScanSettings
+    from mxprobe.scan.summary import summarise
+    from mxprobe.trace import open_trace
+    from mxprobe_kernels.formats import DEFAULT_WHATIFS
+
+    settings = ScanSettings(
+        format=format_,
+        rule=rule,
+        whatifs=() if no_whatif else whatifs or DEFAULT_WHATIFS,
+        whatif_elements=whatif_elements,
+        include=include or ("*",),
+        exclude=exclude or DEFAULT_EXCLUDE,
+    )
+    status = Console(stderr=True)
+    directory = output or Path(f"{checkpoint.resolve().name.removesuffix('.safetensors')}.mxprobe")
+    result = _scan_with_progress(checkpoint, directory, settings, status)
+    summary = summarise(open_trace(directory))
+    if as_json:
+        click.echo(json.dumps({"trace": str(directory), **summary}, indent=2, allow_nan=False))
+    else:
+        _show(summary, Console(highlight=False))
+    resumed = f", {result.n_resumed} of them by an earlier scan" if result.n_resumed else ""
+    status.print(f"{result.n_scanned} weights scanned{resumed}; trace {escape(str(directory))}")
+    for problem in result.problems:
+        status.print(f"[red]not read:[/] {escape(problem)}")
+    if result.problems:
+        context.exit(EXIT_TRACE)
+
+
+def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, status: Console) -> ScanResult:
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from mxprobe.scan import scan
+
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=status) as progress:
+        task = progress.add_task("", total=None)
+
+        def on_progress(now: Any) -> None:
+            progress.update(task, total=now.total_bytes, completed=now.done_bytes, description=escape(now.module))
+
+        try:
+            return scan(checkpoint, output, settings, on_progress=on_progress)
+        except KeyboardInterrupt:
+            status.print(f"stopped; the same command continues it ({escape(str(output))})")
+            raise
+
+
+def _show(summary: dict[str, Any], out: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    directions = summary["directions"]
+    if directions:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("all weights")
+        for direction in directions:
+            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
+        for label, cell in _LINES.items():
+            table.add_row(label, *(cell(direction) for direction in directions))
+        out.print(table)
+        out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]")
+        out.print()
+    if any(direction["corrections"] for direction in directions):
+        table = Table(box=None, pad_edge=False)
+        table.add_column("error left by")
+        for direction in directions:
+            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
+        first = directions[0]["corrections"]
+        for name in sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0):
+            table.add_row(name, *(_fixed(3)(direction["corrections"].get(name)) for direction in directions))
+        out.print(table)
+        out.print()
+    if summary["worst"]:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("worst weights", overflow="fold")
+        table.add_column("role")
+        for heading in ("SQNR dB", "scale", "deadzone", "grid", "zeros"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in summary["worst"]:
+            shares = (_fixed(2)(row[name]) for name in ("scale", "deadzone", "grid"))
+            table.add_row(
+                escape(row["module"]), row["role"], _fixed(2)(row["sqnr_db"]), *shares, _percent(row["zero_frac"])
+            )
+        out.print(table)
+        out.print()
+    for name, count in summary["quantized"].items():
+        out.print(f"{count} weights are quantized already, as {escape(name)}: not decomposed")
+    if summary["nonfinite"]:
+        out.print(f"[red]non-finite values[/] in {escape(', '.join(summary['nonfinite']))}")
+
+
+def _fixed(digits: int) -> Callable[[float | None], str]:
+    return lambda value: "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "elements": lambda d: f"{d['n']:,}",
+    "SQNR (Gaussian)": lambda d: f"{_fixed(2)(d['sqnr_db'])} dB ({_fixed(2)(d['gaussian_sqnr_db'])})",
+    "rounded to zero (Gaussian)": lambda d: f"{_percent(d['zero_frac'])} ({_percent(d['gaussian_zero_frac'])})",
+    "clipped": lambda d: _percent(d["saturated_frac"]),
+    "scale / deadzone / grid": lambda d: " / ".join(_fixed(3)(d[n]) for n in ("scale", "deadzone", "grid")),
+    "raw, as in the paper": lambda d: " / ".join(_fixed(3)(d[f"raw_{n}"]) for n in ("scale", "deadzone", "grid")),
+    "cos(scale, grid)": lambda d: _fixed(3)(d["cos_scale_grid"]),
+    "main component": lambda d: d["component"] or "-",
+}

@@ -1,0 +1,117 @@
+"""What a scan found, from its trace: totals per direction, what-ifs, the worst weights. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from mxprobe.attribution import ratios
+from mxprobe.attribution.gaussian import gaussian_reference
+from mxprobe.attribution.tensor import judge_tensor
+from mxprobe.schema import Role
+from mxprobe.trace import Trace
+from mxprobe_kernels.formats import MXFP4
+
+SCHEMA = "mxprobe.scan/1"
+ROLES = (str(Role.W_FWD), str(Role.W_DGRAD))
+_SHOWN = (
+    "nmse",
+    "sqnr_db",
+    "scale",
+    "deadzone",
+    "grid",
+    "raw_scale",
+    "raw_deadzone",
+    "raw_grid",
+    "cos_scale_grid",
+    "zero_frac",
+    "saturated_frac",
+    "on_d",
+)
+_SPLIT = ("scale", "deadzone", "grid", "raw_scale", "raw_deadzone", "raw_grid", "cos_scale_grid")
+
+
+def summarise(trace: Trace, *, worst: int = 5) -> dict[str, Any]:
+    """JSON-ready. `directions`, one per role: ratios of the sums over all weights, what each correction leaves of
+    the error, and, for MXFP4, the Gaussian reference and the judgement of all weights as one tensor. `worst`
+    weights by NMSE, `modules` by status, `quantized` ones by format, `problems`."""
+    tensors, whatif, modules = trace.tensors(), trace.whatif(), trace.modules()
+    run: Mapping[str, Any] = trace.run
+    return {
+        "schema": SCHEMA,
+        "checkpoint": run.get("scan", {}).get("checkpoint", ""),
+        "format": run.get("format"),
+        "rule": run.get("rule"),
+        "directions": [
+            _direction(role, tensors, whatif, str(run.get("rule"))) for role in ROLES if _has(tensors, role)
+        ],
+        "worst": _worst(tensors, worst),
+        "modules": {str(status): int(count) for status, count in modules["status"].astype(str).value_counts().items()},
+        "quantized": run.get("scan", {}).get("quantized", {}),
+        "nonfinite": _nonfinite(tensors),
+        "problems": run.get("scan", {}).get("problems", []),
+    }
+
+
+def _has(tensors: pd.DataFrame, role: str) -> bool:
+    return bool((tensors["role"].astype(str) == role).any())
+
+
+def _direction(role: str, tensors: pd.DataFrame, whatif: pd.DataFrame, rule: str) -> dict[str, Any]:
+    rows = tensors[tensors["role"].astype(str) == role]
+    sums = ratios.totals(rows, ["role"])
+    values = ratios.tensor_ratios(sums).iloc[0]
+    tried = whatif[whatif["role"].astype(str) == role]
+    after = {
+        str(row["correction"]): {"sum_e2": float(row["sum_e2"]), "sum_e2_on_d": float(row["sum_e2_on_d"])}
+        for _, row in ratios.totals(tried, ["correction"]).iterrows()
+    }
+    total = float(sums["sum_e2"].iloc[0])
+    found: dict[str, Any] = {
+        "role": role,
+        "n": int(sums["n"].iloc[0]),
+        **{name: _number(values[name]) for name in _SHOWN},
+    }
+    if str(rows["format"].iloc[0]) == MXFP4.name:
+        reference = gaussian_reference(float(values["log2_rms"]), rule)
+        judgement = judge_tensor({str(name): value for name, value in sums.iloc[0].items()}, after)
+        found |= {
+            "gaussian_sqnr_db": _number(reference.sqnr_db),
+            "gaussian_zero_frac": _number(reference.zero_frac),
+            "component": str(judgement.component),
+        }
+    else:
+        # The remainder split names mechanisms only for power-of-two scales on the E2M1 grid.
+        found |= dict.fromkeys((*_SPLIT, "gaussian_sqnr_db", "gaussian_zero_frac", "component"))
+    return {
+        **found,
+        "corrections": {name: _number(sums_after["sum_e2"] / total) for name, sums_after in after.items() if total > 0},
+    }
+
+
+def _worst(tensors: pd.DataFrame, count: int) -> list[dict[str, Any]]:
+    if tensors.empty:
+        return []
+    values = ratios.tensor_ratios(tensors)
+    table = pd.concat([tensors[["module", "role", "format"]].astype(str), values[list(_SHOWN)]], axis=1)
+    table = table.sort_values("nmse", ascending=False, kind="stable").head(count)
+    return [
+        {"module": row["module"], "role": row["role"]}
+        | {name: _number(row[name]) for name in _SHOWN}
+        | ({} if row["format"] == MXFP4.name else dict.fromkeys(_SPLIT))
+        for _, row in table.iterrows()
+    ]
+
+
+def _nonfinite(tensors: pd.DataFrame) -> list[str]:
+    bad = tensors[tensors["n_nonfinite"].fillna(0) > 0]
+    return sorted(set(bad["module"].astype(str)))
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no NaN."""
+    number = float(value)
+    return number if math.isfinite(number) else None
