@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.metrics import Series, preferred
-from mxprobe.schema import Component, Phase, Role, Verdict
+from mxprobe.schema import OUTPUT_SUMS, Component, Phase, Role, Verdict
 from mxprobe.trace import Trace
 
 from . import ratios
@@ -44,7 +44,7 @@ def collect(
         *_mismatch(decision, thresholds),
         *_fit(decision, thresholds),
         *_component(decision, thresholds),
-        *_backward(trace.tensors()),
+        *_backward(trace.table("tensors", ("module", "role", *OUTPUT_SUMS))),
         *_trends(trace.signals()),
     )
 

@@ -4,7 +4,7 @@ A cluster is a probed step, summed over ranks and micro steps. Above 64 of them,
 into 64 blocks: a block bootstrap, which respects that neighbouring steps are alike, at a bounded cost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ Indices = npt.NDArray[np.intp]
 FORWARD_ROLES: tuple[Role, ...] = (Role.X_FWD, Role.W_FWD)
 MAX_CLUSTERS = 64
 
+_KEYS = ("step", "module", "role", "phase")
 _TENSOR_SUMS = (
     "sum_e2",
     "sum_dz2",
@@ -99,11 +100,11 @@ def measure(trace: Trace) -> Measured:
     """Read a trace into arrays. Phases are `train` and `rollout`; evaluation is not judged."""
     outputs = trace.outputs()
     outputs = outputs[outputs["phase"].isin([Phase.TRAIN.value, Phase.ROLLOUT.value])]
-    tensors, phase = _forward_operands(trace.tensors())
-    whatif = trace.whatif()
+    tensors, phase = _forward_operands(trace.table("tensors", (*_KEYS, "rule", *_TENSOR_SUMS)))
+    whatif = trace.table("whatif", (*_KEYS, "correction", *_WHATIF_SUMS))
     whatif = whatif[whatif["role"].isin([role.value for role in FORWARD_ROLES]) & (whatif["phase"] == phase.value)]
     steps = np.unique(np.concatenate([outputs["step"].to_numpy(), tensors["step"].to_numpy()]).astype(np.intp))
-    modules = tuple(dict.fromkeys([*outputs["module"].astype(str), *tensors["module"].astype(str)]))
+    modules = tuple(dict.fromkeys(str(name) for frame in (outputs, tensors) for name in frame["module"].unique()))
     n_clusters = min(len(steps), MAX_CLUSTERS)
     axes = _Axes(steps, n_clusters, {name: index for index, name in enumerate(modules)})
     sums = {
@@ -133,7 +134,7 @@ class _Axes:
         return (position * self.n_clusters // max(self.steps.size, 1)).astype(np.intp)
 
     def module(self, frame: pd.DataFrame) -> Indices:
-        return np.array([self.module_index.get(str(name), -1) for name in frame["module"]], dtype=np.intp)
+        return _codes(frame["module"], self.module_index)
 
 
 def _forward_operands(tensors: pd.DataFrame) -> tuple[pd.DataFrame, Phase]:
@@ -190,10 +191,10 @@ def _operand_sums(
     shape = (axes.n_clusters, len(axes.module_index), len(FORWARD_ROLES))
     index = (axes.cluster(tensors), axes.module(tensors), _roles(tensors))
     base = {name: _sum_into(shape, index, tensors[name]) for name in _TENSOR_SUMS}
-    whatif = whatif[whatif["module"].astype(str).isin(list(axes.module_index)) & whatif["step"].isin(axes.steps)]
-    corrections = tuple(dict.fromkeys(whatif["correction"].astype(str)))
+    whatif = whatif[whatif["module"].isin(list(axes.module_index)) & whatif["step"].isin(axes.steps)]
+    corrections = tuple(str(name) for name in whatif["correction"].unique())
     positions = {name: index for index, name in enumerate(corrections)}
-    which = np.array([positions[str(name)] for name in whatif["correction"]], dtype=np.intp)
+    which = _codes(whatif["correction"], positions)
     whatif_index = (which, axes.cluster(whatif), axes.module(whatif), _roles(whatif))
     after = {name: _sum_into((len(corrections), *shape), whatif_index, whatif[name]) for name in _WHATIF_SUMS}
     for column, role in enumerate(FORWARD_ROLES):
@@ -216,8 +217,14 @@ def _operand_sums(
 
 
 def _roles(frame: pd.DataFrame) -> Indices:
-    positions = {role.value: index for index, role in enumerate(FORWARD_ROLES)}
-    return np.array([positions[str(role)] for role in frame["role"]], dtype=np.intp)
+    return _codes(frame["role"], {role.value: index for index, role in enumerate(FORWARD_ROLES)})
+
+
+def _codes(names: pd.Series, index: Mapping[str, int]) -> Indices:
+    """Position of each name in the index, -1 where it has none; one look-up per distinct name."""
+    encoded = names.astype("category").cat
+    table = np.array([*(index.get(str(name), -1) for name in encoded.categories), -1], dtype=np.intp)
+    return table[encoded.codes.to_numpy()]
 
 
 def _sum_into(shape: Sequence[int], index: tuple[Indices, ...], values: pd.Series) -> Array:

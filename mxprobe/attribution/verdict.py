@@ -97,7 +97,7 @@ def _caveats(trace: Trace, measured: Measured, decision: Decision) -> list[str]:
                 "Operands were decomposed in the training forward; the rollout sees the same layers, other tokens."
             )
         said.extend(_rule_caveats(operands.rule, measured.outputs))
-        sampled = trace.tensors()["sampled_frac"].min()
+        sampled = trace.table("tensors", ("sampled_frac",))["sampled_frac"].min()
         if sampled < 1.0:
             said.append(f"Rows and features were sampled, down to {words.percent(float(sampled))} of a tensor.")
     if any(name.startswith("of:") for name in decision.chosen):

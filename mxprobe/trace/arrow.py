@@ -6,7 +6,7 @@ for frames.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -60,13 +60,20 @@ def table_schema(table: str) -> Any:
     return pa.schema([(name, arrow_type(kind, dictionary=True)) for name, kind in columns_of(table).items()])
 
 
-def conform(data: Any, table: str) -> Any:
+def select(schema: Any, columns: Collection[str] | None) -> Any:
+    """The schema reduced to the named columns; the whole of it for None."""
+    return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
+
+
+def conform(data: Any, table: str, columns: Collection[str] | None = None) -> Any:
     """A `pa.Table` of any version cast to this version's columns: missing ones null, unknown ones dropped.
+
+    With `columns`, only those, in the schema's order.
 
     Raises:
         TraceError: a column holds another type than the schema says.
     """
-    schema = table_schema(table)
+    schema = select(table_schema(table), columns)
     arrays: list[Any] = []
     for field in schema:
         if field.name not in data.column_names:

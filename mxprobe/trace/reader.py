@@ -2,6 +2,7 @@
 
 import html
 import json
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from mxprobe.errors import TraceError
 from mxprobe.schema import SCHEMA_VERSION, TABLES
 
 from . import layout
-from .arrow import conform, table_schema
+from .arrow import conform, select, table_schema
 from .compaction import covered_batches
 from .live import LiveStream
 
@@ -71,11 +72,18 @@ class Trace:
         """Step and probe time per optimizer step."""
         return self.table("overhead")
 
-    def table(self, name: str) -> pd.DataFrame:
-        """The rows of a table by its name; an empty frame with all columns when there are none."""
-        if name not in self._frames:
-            self._frames[name] = self.arrow(name).to_pandas()
-        return self._frames[name].copy()
+    def table(self, name: str, columns: Collection[str] | None = None) -> pd.DataFrame:
+        """The rows of a table by its name; an empty frame with all columns when there are none.
+
+        With `columns` only those and `rank` are read: histograms are most of a large `tensors` table.
+        """
+        if name in self._frames:
+            whole = self._frames[name]
+            return whole.copy() if columns is None else whole[[c for c in whole if c in columns or c == "rank"]].copy()
+        frame = self.arrow(name, columns).to_pandas()
+        if columns is None:
+            self._frames[name] = frame
+        return frame.copy()
 
     @property
     def is_complete(self) -> bool:
@@ -97,21 +105,24 @@ class Trace:
             found.append(f"The writer died before closing the trace; {self._last_row()}.")
         live = {table for table, _, _ in layout.live_files(self.directory)}
         for table in live:
-            self.table(table)
+            self._n_rows(table)
         found.extend(self._cuts[table] for table in sorted(self._cuts))
-        if all(self.table(table).empty for table in TABLES):
+        if not any(self._n_rows(table) for table in TABLES):
             found.append("The trace is empty: no table has a row.")
         return found
 
+    def _n_rows(self, name: str) -> int:
+        return len(self.table(name, (TABLES[name][0][0],)))
+
     def _last_row(self) -> str:
-        times = [frame["time_ns"].max() for table in TABLES if not (frame := self.table(table)).empty]
+        times = [self.table(table, ("time_ns",))["time_ns"].max() for table in TABLES]
         times = [time for time in times if pd.notna(time)]
         if not times:
             return "no row was written"
         last = datetime.fromtimestamp(max(times) / 1e9, tz=UTC)
         return f"the last row is of {last:%Y-%m-%d %H:%M:%S} UTC"
 
-    def arrow(self, name: str) -> Any:
+    def arrow(self, name: str, columns: Collection[str] | None = None) -> Any:
         """The same rows as a `pa.Table`, read anew: for those who need whole columns and no frame."""
         # Live files first: if compaction runs meanwhile, the part that appears says how many batches to skip.
         live = [(rank, LiveStream(path)) for table, rank, path in layout.live_files(self.directory) if table == name]
@@ -126,12 +137,12 @@ class Trace:
                     f"The live file of {name}, rank {rank}, is cut after {stream.n_batches} batches; the rest of it "
                     "cannot be read."
                 )
-        pieces = [(rank, _read_part(path, name)) for rank, path in layout.part_files(self.directory, name)]
+        pieces = [(rank, _read_part(path, name, columns)) for rank, path in layout.part_files(self.directory, name)]
         for rank, batches in live_batches:
             fresh = batches[covered_batches(self.directory, name, rank) :]
             if fresh:
-                pieces.append((rank, conform(pa.Table.from_batches(fresh), name)))
-        empty = table_schema(name).empty_table()
+                pieces.append((rank, conform(pa.Table.from_batches(fresh), name, columns)))
+        empty = select(table_schema(name), columns).empty_table()
         tables = [
             piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
             for rank, piece in pieces or [(0, empty)]
@@ -144,7 +155,7 @@ class Trace:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{name}</td><td style='text-align:right'>{len(self.table(name)):,}</td></tr>" for name in TABLES
+            f"<tr><td>{name}</td><td style='text-align:right'>{self._n_rows(name):,}</td></tr>" for name in TABLES
         )
         problems = "".join(f"<li>{html.escape(problem)}</li>" for problem in self.problems)
         return (
@@ -203,9 +214,9 @@ def _schema_problems(directory: Path, run: dict[str, Any]) -> list[str]:
     return []
 
 
-def _read_part(path: Path, table: str) -> Any:
+def _read_part(path: Path, table: str, columns: Collection[str] | None) -> Any:
     try:
-        return conform(pq.ParquetFile(path).read(), table)
+        return conform(pq.ParquetFile(path).read(columns=None if columns is None else list(columns)), table, columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise TraceError(
             f"cannot read {path}: {error}",

@@ -222,6 +222,19 @@ def test_the_last_row_of_a_module_wins(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("compacted", [True, False])
+def test_columns_can_be_chosen(abandoned: Path, compacted: bool) -> None:
+    if compacted:
+        compact(abandoned)
+    first = open_trace(abandoned).table("events", ("kind",))
+    assert list(first.columns) == ["kind", "rank"]
+    assert first["kind"].tolist() == ["a", "b"] * N_BATCHES
+    trace = open_trace(abandoned)
+    trace.events()
+    assert trace.table("events", ("kind",)).equals(first)
+    assert not any("empty" in problem for problem in open_trace(abandoned).problems)
+
+
 def test_frames_are_independent(abandoned: Path) -> None:
     trace = open_trace(abandoned)
     changed = trace.events()
