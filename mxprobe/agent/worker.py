@@ -39,6 +39,7 @@ class Worker:
         self._n_snapshots = 0
         self._held: list[Snapshot] = []
         self._stopping = False
+        self._found: set[tuple[str, str]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._streams: dict[torch.device, Any] = {}
         self._last_flush = time.monotonic()
@@ -138,7 +139,15 @@ class Worker:
     def _measure_here(self, snapshots: list[Snapshot]) -> None:
         rows = measure_step(snapshots, self._config, step_base=self.step_base, recipes=self._recipes)
         for table, row in rows:
-            self._recorder.add(table, row)
+            if table != "events" or self._is_first(row):
+                self._recorder.add(table, row)
             if self._stopping:
                 self.n_abandoned += len(snapshots)
                 return
+
+    def _is_first(self, event: dict[str, Any]) -> bool:
+        """Whether a finding (kind and place) is new: a run that went NaN would tell it at every step."""
+        finding = (event["kind"], event["detail"].partition(":")[0])
+        new = finding not in self._found
+        self._found.add(finding)
+        return new

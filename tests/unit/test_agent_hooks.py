@@ -1,0 +1,188 @@
+"""Which calls of a module become which snapshots."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.hooks import ModuleProbe
+from mxprobe.agent.snapshot import Snapshot
+
+
+class Watched:
+    """One probed Linear, and what was handed over."""
+
+    def __init__(self, *, trains: bool = True, module: nn.Linear | None = None) -> None:
+        self.module = module or nn.Linear(8, 4)
+        self.clock = Clock()
+        self.errors: list[str] = []
+        self.sent: list[Snapshot] = []
+        self.probe = ModuleProbe(
+            "linear",
+            self.module,
+            clock=self.clock,
+            guard=Guard(10, lambda where, detail: self.errors.append(f"{where}: {detail}"), lambda: None),
+            submit=self.sent.append,
+            max_rows=512,
+            max_features=4096,
+            trains=trains,
+        )
+        self.begin()
+
+    def begin(self, *, only_outputs: bool = False) -> None:
+        self.clock.probed, self.clock.only_outputs, self.clock.with_weights = not only_outputs, only_outputs, True
+        self.probe.arm()
+
+    def end(self) -> list[tuple[str, int]]:
+        """(phase, rows there were) of what the step handed over."""
+        self.probe.finish_step()
+        self.probe.forget()
+        self.clock.next()
+        assert not self.errors
+        sent = [(snapshot.phase, snapshot.n_rows) for snapshot in self.sent]
+        self.sent.clear()
+        return sent
+
+    def train(self, *shape: int) -> None:
+        self.module(torch.ones(*shape, 8)).sum().backward()
+
+    @torch.no_grad()
+    def infer(self, *shape: int) -> None:
+        self.module(torch.ones(*shape, 8))
+
+    def generate(self, batch: int, prompt: int, tokens: int) -> None:
+        self.infer(batch, prompt)
+        for _ in range(tokens):
+            self.infer(batch, 1)
+
+
+def test_a_training_call_comes_with_its_gradient():
+    w = Watched()
+    w.train(2, 5)
+    (snapshot,) = w.sent
+    assert snapshot.gradient is not None
+    assert snapshot.gradient.shape == (10, 4)
+    assert w.end() == [("train", 10)]
+    assert w.probe.train_rows == 10
+
+
+def test_only_the_first_micro_batch_is_measured_and_all_are_counted():
+    w = Watched()
+    w.train(2, 5)
+    w.train(2, 7)
+    assert w.end() == [("train", 10)]
+    assert w.probe.train_rows == 24
+
+
+def test_a_call_whose_gradient_never_comes_is_sent_at_the_end_of_the_step():
+    w = Watched()
+    w.module(torch.ones(3, 8))
+    assert w.sent == []
+    assert w.end() == [("train", 3)]
+
+
+def test_generation_is_prefill_and_the_first_decode_step():
+    w = Watched()
+    w.generate(4, 6, 3)
+    (snapshot,) = w.sent
+    assert snapshot.x.shape == (*snapshot.y.shape[:1], 8) == (28, 8)
+    assert not snapshot.with_operands
+    w.train(4, 9)
+    assert w.end() == [("rollout", 28), ("train", 36)]
+    assert (w.probe.train_rows, w.probe.rollout_rows) == (36, 36)
+
+
+def test_a_call_without_gradient_that_nothing_is_decoded_from_is_eval():
+    w = Watched()
+    w.infer(4, 9)
+    w.train(4, 9)
+    assert w.end() == [("eval", 36), ("train", 36)]
+    assert w.probe.rollout_rows == 0
+
+
+def test_log_probabilities_between_generation_and_training_are_eval():
+    w = Watched()
+    w.generate(4, 6, 3)
+    w.infer(4, 9)
+    w.train(4, 9)
+    assert w.end() == [("rollout", 28), ("eval", 36), ("train", 36)]
+    assert w.probe.rollout_rows == 36
+
+
+def test_without_a_token_axis_other_modules_decide():
+    generating, evaluating = Watched(), Watched()
+    for w in (generating, evaluating):
+        w.infer(30)
+    generating.clock.n_decodes += 1  # another module saw a one-token call
+    assert generating.end() == [("rollout", 30)]
+    assert evaluating.end() == [("eval", 30)]
+
+
+def test_a_step_watched_for_generation_alone_measures_outputs_alone():
+    w = Watched()
+    w.end()
+    w.begin(only_outputs=True)
+    w.train(2, 5)
+    assert w.end() == []
+    w.begin(only_outputs=True)
+    w.generate(2, 3, 1)
+    w.train(2, 5)
+    assert not any(snapshot.with_operands for snapshot in w.sent)
+    assert w.end() == [("rollout", 8), ("train", 10)]
+
+
+def test_a_served_call_has_operands_and_no_gradient():
+    w = Watched(trains=False)
+    w.infer(1, 4)
+    w.infer(1, 4)
+    (snapshot,) = w.sent
+    assert snapshot.with_operands
+    assert w.end() == [("rollout", 4)]
+    assert w.probe.rollout_rows == 8
+
+
+def test_in_place_changes_after_the_call_do_not_reach_the_copy():
+    w = Watched()
+    x = torch.ones(3, 8)
+    y = w.module(x)
+    expected = y.detach().clone()
+    nn.functional.relu_(y).sum().backward()
+    x.zero_()
+    (snapshot,) = w.sent
+    assert torch.equal(snapshot.x, torch.ones(3, 8))
+    assert torch.equal(snapshot.y, expected)
+
+
+def test_tensors_that_cannot_be_read_are_said_to_be():
+    class Wrapped(torch.Tensor):
+        pass
+
+    w = Watched()
+    w.module(torch.ones(3, 8).as_subclass(Wrapped))
+    assert w.sent == []
+    assert "Wrapped" in w.probe.why_unread
+
+
+def test_functional_transforms_are_left_alone():
+    w = Watched()
+    torch.func.vmap(lambda x: w.module(x))(torch.ones(2, 3, 8))
+    assert w.sent == []
+    assert "functorch" in w.probe.why_unread
+
+
+def test_a_disarmed_probe_does_nothing():
+    w = Watched()
+    w.end()
+    w.train(2, 5)
+    assert w.sent == []
+
+
+def test_a_compiled_module_is_left_alone():
+    w = Watched()
+    compiled = torch.compile(nn.Sequential(w.module), backend="eager")
+    compiled(torch.ones(3, 8)).sum().backward()
+    torch.compiler.reset()
+    assert w.sent == []
+    assert not w.errors
