@@ -53,8 +53,8 @@ class SignalTaps:
         self._closed = False
         self._pid = os.getpid()
         self._told: set[str] = set()
-        self._last: dict[str, tuple[str, float, int]] = {}
-        """Key -> (source, value, time) of the last row."""
+        self._last: dict[str, tuple[str, float, int, int]] = {}
+        """Key -> (source, value, step, time) of the last row."""
         self._spent_ns = 0
 
     def ensure_wrapped(self) -> None:
@@ -112,8 +112,9 @@ class SignalTaps:
         now = time.time_ns()
         rows: list[Row] = []
         for reading in tap.read(arguments):
+            step = NO_STEP if reading.step is None else reading.step
             shared = {
-                "step": NO_STEP if reading.step is None else reading.step,
+                "step": step,
                 "time_ns": now,
                 "source": f"{tap.source}[{reading.counter}]" if reading.counter else tap.source,
                 "framework": reading.framework or (_framework_in_use() if tap.is_logger else "") or tap.framework,
@@ -121,19 +122,21 @@ class SignalTaps:
             for key, value in reading.data.items():
                 number = scalar(value)
                 if number is not None:
-                    if not self._is_echo(tap, str(key), number, now):
+                    if not self._is_echo(tap, str(key), number, step, now):
                         rows.append({**shared, "raw_key": str(key), "metric": "", "estimator": "", "value": number})
                 elif is_on_device(value):
                     self._leave_out(tap, str(key))
         return rows
 
-    def _is_echo(self, tap: Tap, key: str, value: float, now: int) -> bool:
+    def _is_echo(self, tap: Tap, key: str, value: float, step: int, now: int) -> bool:
         """True where another sink has just been given this number: a script that logs to two loggers in turn."""
-        source, last, then = self._last.get(key, ("", 0.0, 0))
-        same = value == last or (value != value and last != last)
-        if source and source != tap.source and same and now - then < ECHO_NS:
-            return True
-        self._last[key] = (tap.source, value, now)
+        if key in self._last:
+            source, last, at, then = self._last[key]
+            same_value = value == last or (value != value and last != last)
+            same_step = step == at or NO_STEP in (step, at)
+            if source != tap.source and same_value and same_step and now - then < ECHO_NS:
+                return True
+        self._last[key] = (tap.source, value, step, now)
         return False
 
     def _leave_out(self, tap: Tap, key: str) -> None:

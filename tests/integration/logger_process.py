@@ -69,7 +69,7 @@ def mlflow() -> tuple[Log, list[Tapped]]:
         mlflow.log_metric(*first, step=step)
         mlflow.log_metrics(dict(rest), step=step)
 
-    return log, [(mlflow.MlflowClient, "log_metric"), (mlflow.MlflowClient, "log_batch")]
+    return log, [(mlflow, "log_metric"), (mlflow, "log_metrics"), (mlflow.MlflowClient, "log_batch")]
 
 
 def swanlab() -> tuple[Log, list[Tapped]]:

@@ -23,7 +23,7 @@ SOURCES = {
     "wandb": {"wandb.sdk.wandb_run.Run.log"},
     "tensorboard": {"torch.utils.tensorboard.writer.SummaryWriter.add_scalar"},
     "trackio": {"trackio.run.Run.log"},
-    "mlflow": {"mlflow.tracking.client.MlflowClient.log_metric", "mlflow.tracking.client.MlflowClient.log_batch"},
+    "mlflow": {"mlflow.tracking.fluent.log_metric", "mlflow.tracking.fluent.log_metrics"},
     "swanlab": {"swanlab.sdk.internal.run.Run.log"},
     "verl": {"verl.utils.tracking.Tracking.log"},
     "openrlhf": {"openrlhf.utils.logging_utils.TensorboardLogger.log_train"},

@@ -356,9 +356,11 @@ def test_a_number_logged_to_two_loggers_in_turn_is_one_record(heard: Heard, run:
     assert [row["source"].split(".")[0] for row in heard.rows if row["raw_key"] == "lr"] == ["wandb", "wandb"]
     assert [row["step"] for row in heard.rows if row["raw_key"] == "nan"] == [1, 2]
     assert [row["value"] for row in heard.rows if row["raw_key"] == "own"] == [1.0, 0.0, 1.0, 0.0]
-    monkeypatch.setattr("mxprobe.agent.signals.ECHO_NS", 0)
-    Run().log({"lr": 0.1}, 3)
+    Run().log({"lr": 0.1}, 3)  # another step is another number
     assert heard.said[-1] == ("lr", 3, 0.1)
+    monkeypatch.setattr("mxprobe.agent.signals.ECHO_NS", 0)
+    run.log({"lr": 0.1}, 3)
+    assert heard.rows[-1]["source"].startswith("wandb")
 
 
 def test_a_logger_is_named_after_the_one_framework_in_use(heard: Heard, run: WandbRun, monkeypatch: Any) -> None:

@@ -110,6 +110,27 @@ LOGGER_TAPS: tuple[Tap, ...] = (
         "trackio",
         True,
     ),
+    # The functions of the module turn a missing step into 0 before they call the client.
+    Tap(
+        "mlflow.tracking.fluent",
+        "",
+        "log_metric",
+        ("key", "value", "step"),
+        readers.one_value("key", "value", "step"),
+        "mlflow",
+        True,
+        also=(("mlflow", "log_metric"),),
+    ),
+    Tap(
+        "mlflow.tracking.fluent",
+        "",
+        "log_metrics",
+        ("metrics", "step"),
+        readers.logged("metrics"),
+        "mlflow",
+        True,
+        also=(("mlflow", "log_metrics"),),
+    ),
     Tap(
         "mlflow.tracking.client",
         "MlflowClient",
