@@ -14,6 +14,7 @@ counts only where the first ran without gradient (the reentrant kind).
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, Callable
 
@@ -61,6 +62,7 @@ class ModuleProbe:
         self._max_features = max_features
         self.trains = trains
         self._reentrant = False
+        self._pid = os.getpid()
         self._handle = module.register_forward_hook(self._forward_hook)
         self.forget()
 
@@ -112,6 +114,9 @@ class ModuleProbe:
     def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self.armed:
             return
+        if os.getpid() != self._pid:  # a forked child has no thread of ours, and perhaps a lock that stays taken
+            self.armed = False
+            return
         started = time.perf_counter_ns()
         try:
             self._on_call(args, output)
@@ -161,7 +166,7 @@ class ModuleProbe:
 
     def _gradient_hook(self, snapshot: Snapshot) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
-            if not self.armed or self._train is not snapshot:
+            if not self.armed or self._train is not snapshot or os.getpid() != self._pid:
                 return
             started = time.perf_counter_ns()
             try:

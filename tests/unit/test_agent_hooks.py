@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -186,3 +188,14 @@ def test_a_compiled_module_is_left_alone():
     torch.compiler.reset()
     assert w.sent == []
     assert not w.errors
+
+
+def test_a_forked_child_hands_nothing_over():
+    w = Watched()
+    child = os.fork()
+    if child == 0:
+        w.infer(2, 5)
+        w.generate(2, 3, 1)
+        os._exit(0 if not w.sent and not w.probe.armed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert w.probe.armed
