@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -141,10 +142,9 @@ class Emulation:
                 continue
             if not is_installed(module):
                 install(module, Site(self._control, ordinal, module))
-            shape = max((tuple(p.shape) for p in module.parameters(recurse=False)), key=_size)
             shared = shared_with(self.model, module)
             note = f"weight shared with {', '.join(shared)}, which reads it unquantized" if shared else ""
-            touched.append(Touched(name, type(module).__name__, shape, note))
+            touched.append(Touched(name, type(module).__name__, _weight_shape(module), note))
         self.touched = tuple(touched)
         self.skipped = tuple(skipped)
         self._control.switch(recipe)
@@ -200,8 +200,7 @@ def _check(model: nn.Module, recipe: Recipe) -> None:
     )
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    if isinstance(module, nn.Linear):  # a parametrized one has no parameter of its own
+        return (module.out_features, module.in_features)
+    return max((tuple(p.shape) for p in module.parameters(recurse=False)), key=math.prod)

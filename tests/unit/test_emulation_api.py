@@ -254,15 +254,17 @@ def test_a_deep_copy_is_emulated_with_its_own_weights(model: Model) -> None:
     assert torch.equal(twin(TOKENS), plain)
 
 
-def test_parametrized_weights_are_quantized_after_the_parametrization(model: Model) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_parametrized_weights_are_quantized_after_the_parametrization(bias: bool) -> None:
     class Halve(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
             return weight / 2
 
-    layer = model.layers[0].up_proj
+    layer = nn.Linear(40, 48, bias=bias)
     parametrize.register_parametrization(layer, "weight", Halve(), unsafe=True)
     x = torch.randn(4, 40)
-    with mxprobe.emulate(model, "paper"):
+    with mxprobe.emulate(nn.Sequential(layer), "paper") as emulation:
+        assert emulation.touched[0].shape == (48, 40)
         y = layer(x)
         y.sum().backward()
         assert torch.equal(y, emulated_linear(x, layer.weight, layer.bias, PAPER))
