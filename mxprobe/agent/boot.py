@@ -22,7 +22,10 @@ DETACH_TIMEOUT_S = 5.0
 """Without a step boundary for so long after `detach`, the hooks come out in our own thread."""
 DRAIN_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 2.0
-"""The user's process may be held up by so much when it ends while we are attached."""
+"""The user's process may be held up by so much when it ends while we are attached, to send what is there."""
+EXIT_PATIENCE_S = 8.0
+"""And by so much at the very most, for an operation under way: a thread of ours that comes back from torch into an
+interpreter that is gone would abort the process."""
 _POLL_S = 0.1
 
 
@@ -143,7 +146,7 @@ class _Agent:
         quick = self._exiting or transport.broken or bool(self._lost)
         session.close()
         session.worker.drain(EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
-        session.worker.stop()
+        session.worker.stop(EXIT_PATIENCE_S - EXIT_TIMEOUT_S if quick else DRAIN_TIMEOUT_S)
         if not transport.broken and self._lost != "controller_gone":
             self._await_acknowledgements(session, transport, EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
             if not self._failed:
@@ -164,7 +167,7 @@ class _Agent:
     def _at_exit(self) -> None:
         """The interpreter ends: let the agent's thread send what it has, for a bounded time."""
         self._exiting = True
-        self._finished.wait(EXIT_TIMEOUT_S + 1.0)
+        self._finished.wait(EXIT_PATIENCE_S)
 
 
 def _hello(token: str) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Worker:
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
 
-    def stop(self, timeout_s: float = 2.0) -> None:
+    def stop(self, timeout_s: float) -> None:
         """End the thread after the operand it is at; what is left is counted as abandoned."""
         with self._changed:
             self._stopping = True
