@@ -1,0 +1,115 @@
+"""Rows of a trace as they are written: each poll reads only the bytes that were added since the last one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mxprobe.trace import layout
+from mxprobe.trace.arrow import conform
+from mxprobe.trace.reader import read_run
+
+_MAX_BYTES_PER_POLL = 32 * 1024 * 1024
+"""A long trace is caught up with in several polls, so that the view stays responsive."""
+
+
+@dataclass
+class _Position:
+    """How far one live file has been read."""
+
+    offset: int = 0
+    n_rows: int = 0
+    schema: Any = None
+
+
+class TraceTail:
+    """Follows the live files of a trace, and its Parquet parts once the writer compacts them.
+
+    Raises:
+        TraceError: from the constructor, if there is no readable trace.
+    """
+
+    def __init__(self, directory: Path, columns: dict[str, Sequence[str]]) -> None:
+        self.directory = directory
+        self.run, self.problems = read_run(directory)
+        self._columns = columns
+        self._positions: dict[tuple[str, int], _Position] = {}
+        self._run_stamp = self._stamp()
+
+    def poll(self) -> list[tuple[str, int, pd.DataFrame]]:
+        """(table, rank, new rows) with the columns asked for. Incomplete batches are left for the next poll."""
+        found: list[tuple[str, int, pd.DataFrame]] = []
+        for table, rank, path in layout.live_files(self.directory):
+            if table in self._columns and not self._has_part(table, rank):
+                found.extend(self._frames(table, rank, self._read_live(table, rank, path)))
+        for table in self._columns:
+            for rank in dict.fromkeys(rank for rank, _ in layout.part_files(self.directory, table)):
+                found.extend(self._frames(table, rank, self._read_parts(table, rank)))
+        if self._stamp() != self._run_stamp:
+            self.run, self.problems = read_run(self.directory)
+            self._run_stamp = self._stamp()
+        return found
+
+    @property
+    def state(self) -> str:
+        """`recording`, `closed`, or `writer died`."""
+        if self.run.get("closed_ns") is not None:
+            return "closed"
+        return "recording" if layout.has_live_writer(self.directory) else "writer died"
+
+    def _frames(self, table: str, rank: int, rows: Iterator[Any]) -> Iterator[tuple[str, int, pd.DataFrame]]:
+        pieces = list(rows)
+        if pieces:
+            data = conform(pa.concat_tables(pieces), table).select(list(self._columns[table]))
+            yield table, rank, data.to_pandas()
+
+    def _read_live(self, table: str, rank: int, path: Path) -> Iterator[Any]:
+        position = self._positions.setdefault((table, rank), _Position())
+        try:
+            with open(path, "rb") as file:
+                file.seek(position.offset)
+                data = file.read(_MAX_BYTES_PER_POLL)
+        except FileNotFoundError:
+            return
+        source = pa.BufferReader(data)
+        end = 0
+        while True:
+            try:
+                message = pa.ipc.read_message(source)
+            except (EOFError, pa.ArrowInvalid, OSError):
+                break
+            end = source.tell()
+            if message.type == "schema":
+                position.schema = pa.ipc.read_schema(message)
+            elif message.type == "record batch":
+                batch = pa.ipc.read_record_batch(message, position.schema)
+                position.n_rows += batch.num_rows
+                yield pa.Table.from_batches([batch])
+        position.offset += end
+
+    def _read_parts(self, table: str, rank: int) -> Iterator[Any]:
+        """Rows of the parts beyond those that were read live: parts hold the live rows in their order."""
+        position = self._positions.setdefault((table, rank), _Position())
+        paths = [path for part_rank, path in layout.part_files(self.directory, table) if part_rank == rank]
+        skip = position.n_rows
+        for path in paths:
+            n_rows = pq.read_metadata(path).num_rows
+            if skip < n_rows:
+                data = pq.ParquetFile(path).read(columns=list(self._columns[table])).slice(skip)
+                position.n_rows += data.num_rows
+                yield data
+            skip = max(skip - n_rows, 0)
+
+    def _has_part(self, table: str, rank: int) -> bool:
+        """True while a live file and the part made of it are both there: the part is the one to read."""
+        return any(part_rank == rank for part_rank, _ in layout.part_files(self.directory, table))
+
+    def _stamp(self) -> int:
+        try:
+            return (self.directory / layout.RUN_FILE).stat().st_mtime_ns
+        except OSError:
+            return 0
