@@ -62,8 +62,8 @@ class AgentConfig:
     whatifs: tuple[str, ...] = DEFAULT_WHATIFS
     max_rows: int = 512
     """Rows of X and G measured per module and probed step; more are sampled."""
-    max_features: int = 4096
-    """Output features of W used for output errors; more are sampled."""
+    max_features: int = 512
+    """Output features (and input features, for the backward products) measured per module; more are sampled."""
     step_timeout_s: float = 60.0
     """How long to wait for the first optimizer step (or rollout) before giving up."""
     lease_s: float = 10.0
