@@ -133,7 +133,7 @@ def test_it_follows_takes_keys_resizes_and_leaves_the_terminal_as_it_was(writing
     terminal.read_until(r"zeros v")
 
     terminal.press("p")
-    paused = step_in(terminal.read_until("PAUSED"))
+    paused = step_in(terminal.read_until(r"(?s)PAUSED.*p pause"))
     time.sleep(1.0)
     terminal.resize(24, 60)
     narrow = terminal.read_until(r"(?s)PAUSED.*p pause")
