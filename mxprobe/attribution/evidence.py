@@ -44,7 +44,7 @@ def collect(
         *_mismatch(decision, thresholds),
         *_fit(decision, thresholds),
         *_component(decision, thresholds),
-        *_backward(trace.table("tensors", ("module", "role", *OUTPUT_SUMS))),
+        *_backward(trace),
         *_trends(trace.signals()),
     )
 
@@ -150,11 +150,14 @@ def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]
         )
 
 
-def _backward(tensors: pd.DataFrame) -> Iterator[Evidence]:
-    rows = tensors[tensors["role"].isin([role.value for role in _BACKWARD])]
+def _backward(trace: Trace) -> Iterator[Evidence]:
+    by = ["module", "role"]
+    parts = [ratios.totals(chunk.to_pandas(), by) for chunk in trace.chunks("tensors", (*by, *OUTPUT_SUMS))]
+    rows = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"role": []})
+    rows = rows[rows["role"].isin([role.value for role in _BACKWARD])]
     if rows.empty:
         return
-    sums = ratios.totals(rows, ["module", "role"])
+    sums = ratios.totals(rows, by)
     error = ratios.output_ratios(sums)["out_error"].groupby(sums["role"].astype(str)).median()
     listing = listed(f"{role} {number(float(value))}" for role, value in error.items())
     yield Evidence(

@@ -4,12 +4,15 @@ A cluster is a probed step, summed over ranks and micro steps. Above 64 of them,
 into 64 blocks: a block bootstrap, which respects that neighbouring steps are alike, at a bounded cost.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+import pyarrow as pa
 
 from mxprobe.schema import Phase, Role
 from mxprobe.trace import Trace
@@ -21,6 +24,7 @@ Indices = npt.NDArray[np.intp]
 FORWARD_ROLES: tuple[Role, ...] = (Role.X_FWD, Role.W_FWD)
 MAX_CLUSTERS = 64
 
+_ROLE_INDEX = {role.value: index for index, role in enumerate(FORWARD_ROLES)}
 _KEYS = ("step", "module", "role", "phase")
 _TENSOR_SUMS = (
     "sum_e2",
@@ -100,11 +104,9 @@ def measure(trace: Trace) -> Measured:
     """Read a trace into arrays. Phases are `train` and `rollout`; evaluation is not judged."""
     outputs = trace.outputs()
     outputs = outputs[outputs["phase"].isin([Phase.TRAIN.value, Phase.ROLLOUT.value])]
-    tensors, phase = _forward_operands(trace.table("tensors", (*_KEYS, "rule", *_TENSOR_SUMS)))
-    whatif = trace.table("whatif", (*_KEYS, "correction", *_WHATIF_SUMS))
-    whatif = whatif[whatif["role"].isin([role.value for role in FORWARD_ROLES]) & (whatif["phase"] == phase.value)]
-    steps = np.unique(np.concatenate([outputs["step"].to_numpy(), tensors["step"].to_numpy()]).astype(np.intp))
-    modules = tuple(dict.fromkeys(str(name) for frame in (outputs, tensors) for name in frame["module"].unique()))
+    forward = _forward_operands(trace)
+    steps = np.unique(np.concatenate([outputs["step"].to_numpy(), forward.rows["step"].to_numpy()]).astype(np.intp))
+    modules = tuple(dict.fromkeys(str(name) for frame in (outputs, forward.rows) for name in frame["module"].unique()))
     n_clusters = min(len(steps), MAX_CLUSTERS)
     axes = _Axes(steps, n_clusters, {name: index for index, name in enumerate(modules)})
     sums = {
@@ -114,7 +116,7 @@ def measure(trace: Trace) -> Measured:
     }
     now = sums.get(Phase.ROLLOUT) or sums.get(Phase.TRAIN)
     recipes = now.recipes if now else ()
-    operands = None if tensors.empty else _operand_sums(tensors, whatif, phase, recipes, axes)
+    operands = None if forward.rows.empty else _operand_sums(trace, forward, recipes, axes)
     return Measured(steps, n_clusters, modules, sums, operands)
 
 
@@ -137,35 +139,63 @@ class _Axes:
         return _codes(frame["module"], self.module_index)
 
 
-def _forward_operands(tensors: pd.DataFrame) -> tuple[pd.DataFrame, Phase]:
-    forward = tensors[tensors["role"].isin([role.value for role in FORWARD_ROLES])]
-    for phase in (Phase.ROLLOUT, Phase.TRAIN):
-        rows = forward[forward["phase"] == phase.value]
-        if not rows.empty:
-            return rows, phase
-    return forward.iloc[:0], Phase.TRAIN
+@dataclass(frozen=True)
+class _Forward:
+    """Which forward operands a trace has, in the phase that is judged: one row per `step`, `module`, `role`."""
+
+    phase: Phase
+    rule: str
+    rows: pd.DataFrame
+
+
+def _forward_operands(trace: Trace) -> _Forward:
+    found: dict[Phase, list[pd.DataFrame]] = {Phase.ROLLOUT: [], Phase.TRAIN: []}
+    rules: dict[Phase, Counter[str]] = {phase: Counter() for phase in found}
+    for chunk in trace.chunks("tensors", (*_KEYS, "rule")):
+        rows = chunk.to_pandas()
+        rows = rows[rows["role"].isin(list(_ROLE_INDEX))]
+        for phase, parts in found.items():
+            part = rows[(rows["phase"] == phase.value).to_numpy()]
+            if len(part):
+                parts.append(part[["step", "module", "role"]].drop_duplicates())
+                rules[phase].update(part["rule"].dropna().astype(str).value_counts().to_dict())
+    phase = Phase.ROLLOUT if found[Phase.ROLLOUT] else Phase.TRAIN
+    nothing = pd.DataFrame({"step": np.empty(0, np.int64), "module": [], "role": []})
+    together = pd.concat(found[phase] or [nothing], ignore_index=True).drop_duplicates()
+    return _Forward(phase, max(rules[phase], key=rules[phase].__getitem__, default=""), together)
 
 
 def _output_sums(rows: pd.DataFrame, axes: _Axes) -> OutputSums:
     shape = (axes.n_clusters, len(axes.module_index))
     index = (axes.cluster(rows), axes.module(rows))
-    recipes = [("", "")] * shape[1]
-    is_exact = np.zeros(shape[1], dtype=np.bool_)
-    for name, group in rows.groupby(rows["module"].astype(str), sort=False):
-        pairs = list(zip(group["recipe_x"].astype(str), group["recipe_w"].astype(str), strict=True))
-        common = max(dict.fromkeys(pairs), key=pairs.count)
-        same = np.array([pair == common for pair in pairs])
-        position = axes.module_index[str(name)]
-        recipes[position] = common
-        is_exact[position] = float(np.mean(same & (group["exact"] == True).to_numpy(dtype=bool))) >= 0.9  # noqa: E712
+    recipes, is_exact = _recipes(rows, index[1], shape[1])
     return OutputSums(
         ref2=_sum_into(shape, index, rows["ref2"]),
         realised2=_sum_into(shape, index, rows["realised2"]),
         predicted2=_sum_into(shape, index, rows["predicted2"]),
-        recipes=tuple(recipes),
+        recipes=recipes,
         is_exact=is_exact,
         steps=np.unique(rows["step"].to_numpy()).astype(np.intp),
     )
+
+
+def _recipes(
+    rows: pd.DataFrame, module: Indices, n_modules: int
+) -> tuple[tuple[tuple[str, str], ...], npt.NDArray[np.bool_]]:
+    """Per module the pair of recipes most often inferred, of equals the first seen, and whether it is exact."""
+    frame = pd.DataFrame({name: rows[name].astype(str).astype("category") for name in ("recipe_x", "recipe_w")})
+    frame["module"] = module
+    frame["exact"] = (rows["exact"] == True).to_numpy(dtype=bool)  # noqa: E712
+    frame["n"] = 1
+    counts = frame.groupby(["module", "recipe_x", "recipe_w"], observed=True, sort=False)[["n", "exact"]].sum()
+    n_rows = np.bincount(module, minlength=n_modules)
+    recipes = [("", "")] * n_modules
+    is_exact = np.zeros(n_modules, dtype=np.bool_)
+    most = counts.sort_values("n", ascending=False, kind="stable").reset_index().drop_duplicates("module")
+    for position, x, w, exact in zip(most["module"], most["recipe_x"], most["recipe_w"], most["exact"], strict=True):
+        recipes[int(position)] = (str(x), str(w))
+        is_exact[int(position)] = exact / n_rows[int(position)] >= 0.9
+    return tuple(recipes), is_exact
 
 
 def correction_of(recipe_side: str) -> str:
@@ -181,29 +211,27 @@ def correction_of(recipe_side: str) -> str:
     return f"rule:{how}" if how in {rule.value for rule in Rule} else how
 
 
-def _operand_sums(
-    tensors: pd.DataFrame,
-    whatif: pd.DataFrame,
-    phase: Phase,
-    recipes: tuple[tuple[str, str], ...],
-    axes: _Axes,
-) -> OperandSums:
+def _operand_sums(trace: Trace, forward: _Forward, recipes: tuple[tuple[str, str], ...], axes: _Axes) -> OperandSums:
     shape = (axes.n_clusters, len(axes.module_index), len(FORWARD_ROLES))
-    index = (axes.cluster(tensors), axes.module(tensors), _roles(tensors))
-    base = {name: _sum_into(shape, index, tensors[name]) for name in _TENSOR_SUMS}
-    whatif = whatif[whatif["module"].isin(list(axes.module_index)) & whatif["step"].isin(axes.steps)]
-    corrections = tuple(str(name) for name in whatif["correction"].unique())
+    base = {name: np.zeros(shape) for name in _TENSOR_SUMS}
+    for chunk in trace.chunks("tensors", (*_KEYS, *_TENSOR_SUMS)):
+        rows = _judged_rows(chunk, forward.phase)
+        _add_into(base, (axes.cluster(rows), axes.module(rows), _roles(rows)), rows)
+    named = (chunk.column("correction").unique().to_pylist() for chunk in trace.chunks("whatif", ("correction",)))
+    corrections = tuple(dict.fromkeys(str(name) for names in named for name in names if name is not None))
     positions = {name: index for index, name in enumerate(corrections)}
-    which = _codes(whatif["correction"], positions)
-    whatif_index = (which, axes.cluster(whatif), axes.module(whatif), _roles(whatif))
-    after = {name: _sum_into((len(corrections), *shape), whatif_index, whatif[name]) for name in _WHATIF_SUMS}
+    after = {name: np.zeros((len(corrections), *shape)) for name in _WHATIF_SUMS}
+    for chunk in trace.chunks("whatif", (*_KEYS, "correction", *_WHATIF_SUMS)):
+        rows = _judged_rows(chunk, forward.phase)
+        rows = rows[(axes.module(rows) >= 0) & np.isin(rows["step"].to_numpy(), axes.steps)]
+        which = _codes(rows["correction"], positions)
+        _add_into(after, (which, axes.cluster(rows), axes.module(rows), _roles(rows)), rows)
     for column, role in enumerate(FORWARD_ROLES):
         if role is Role.W_FWD:
             _carry_over(base, column)
             _carry_over(after, column)
-    pairs = tensors[["step", "module", "role"]].astype({"module": str, "role": str}).drop_duplicates()
     n_steps = np.zeros(shape[1:], dtype=np.intp)
-    np.add.at(n_steps, (axes.module(pairs), _roles(pairs)), 1)
+    np.add.at(n_steps, (axes.module(forward.rows), _roles(forward.rows)), 1)
     active = np.full(shape[1:], -1, dtype=np.intp)
     for m, r in np.ndindex(len(recipes), len(FORWARD_ROLES)):
         active[m, r] = positions.get(correction_of(recipes[m][r]), -1)
@@ -211,13 +239,19 @@ def _operand_sums(
     for m, r in np.argwhere(active >= 0):
         for name, values in current.items():
             values[:, m, r] = after[name][active[m, r], :, m, r]
-    rules = tensors["rule"].dropna().astype(str)
-    rule = rules.mode().iloc[0] if len(rules) else ""
-    return OperandSums(phase, rule, corrections, base, after, active, current, n_steps)
+    return OperandSums(forward.phase, forward.rule, corrections, base, after, active, current, n_steps)
+
+
+def _judged_rows(chunk: Any, phase: Phase) -> pd.DataFrame:
+    """Rows of forward operands in a phase. Filtered before they become a frame: most rows of a trace are not."""
+    role, in_phase = (
+        _codes(chunk.column(n).to_pandas(), i) for n, i in (("role", _ROLE_INDEX), ("phase", {phase.value: 0}))
+    )
+    return chunk.filter(pa.array((role >= 0) & (in_phase >= 0))).to_pandas()
 
 
 def _roles(frame: pd.DataFrame) -> Indices:
-    return _codes(frame["role"], {role.value: index for index, role in enumerate(FORWARD_ROLES)})
+    return _codes(frame["role"], _ROLE_INDEX)
 
 
 def _codes(names: pd.Series, index: Mapping[str, int]) -> Indices:
@@ -232,6 +266,12 @@ def _sum_into(shape: Sequence[int], index: tuple[Indices, ...], values: pd.Serie
     numbers = values.to_numpy(dtype=np.float64)
     np.add.at(total, index, np.where(np.isfinite(numbers), numbers, 0.0))
     return total
+
+
+def _add_into(totals: dict[str, Array], index: tuple[Indices, ...], rows: pd.DataFrame) -> None:
+    for name, total in totals.items():
+        numbers = rows[name].to_numpy(dtype=np.float64)
+        np.add.at(total, index, np.where(np.isfinite(numbers), numbers, 0.0))
 
 
 def _carry_over(sums: dict[str, Array], column: int) -> None:

@@ -2,7 +2,7 @@
 
 import html
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mxprobe.schema import SCHEMA_VERSION, TABLES
 
 from . import layout
 from .arrow import conform, select, table_schema
+from .chunks import chunks
 from .compaction import covered_batches
 from .live import LiveStream
 
@@ -110,6 +111,14 @@ class Trace:
         if not any(self._n_rows(table) for table in TABLES):
             found.append("The trace is empty: no table has a row.")
         return found
+
+    def chunks(self, name: str, columns: Collection[str]) -> Iterator[Any]:
+        """The rows of a table as `pa.Table`s of some 65,000, with `columns` and `rank`: for tables beyond memory.
+
+        Raises:
+            TraceError: a file is damaged.
+        """
+        return chunks(self.directory, name, columns)
 
     def _n_rows(self, name: str) -> int:
         return len(self.table(name, (TABLES[name][0][0],)))

@@ -1,0 +1,132 @@
+"""A table of a trace piece by piece, so that memory does not grow with the length of the run.
+
+A piece is a row group of a Parquet part or as many batches of a live file. What is read of a part is cut by the
+statistics of its `step` column before anything is decoded.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mxprobe.errors import TraceError
+
+from . import layout
+from .arrow import conform
+from .compaction import covered_batches
+from .live import LiveStream
+
+ROWS_PER_CHUNK = 65_536
+
+
+def chunks(
+    directory: Path, table: str, columns: Collection[str], *, steps: Sequence[range] | None = None
+) -> Iterator[Any]:
+    """Yields `pa.Table`s with `columns` (as in the schema) and `rank`, in the order of parts and batches.
+
+    With `steps`, only rows whose step lies in one of the ranges, which are taken as closed intervals of step 1.
+
+    Raises:
+        TraceError: a file is damaged, or holds another type than the schema says.
+    """
+    wanted = {*columns, "step"} if steps is not None else set(columns)
+    # Compaction may run meanwhile. The live files that are there now hold all that these parts do not; one that is
+    # gone when its turn comes has become a new part.
+    live = [(rank, path) for name, rank, path in layout.live_files(directory) if name == table]
+    parts = layout.part_files(directory, table)
+    covered = {rank: covered_batches(directory, table, rank) for rank, _ in live}
+    for rank, path in parts:
+        yield from _of_part(path, table, wanted, rank, steps)
+    for rank, path in live:
+        try:
+            for piece in _of_live(path, table, wanted, covered[rank]):
+                yield from _finished(piece, rank, steps)
+        except FileNotFoundError:
+            for new_rank, part in layout.part_files(directory, table):
+                if new_rank == rank and (rank, part) not in parts:
+                    yield from _of_part(part, table, wanted, rank, steps)
+
+
+def count_rows(directory: Path, table: str) -> int:
+    """Rows of a table's Parquet parts, from their footers. Live files are not counted."""
+    return sum(_open(path).metadata.num_rows for _, path in layout.part_files(directory, table))
+
+
+def step_ranges(directory: Path, table: str) -> list[range]:
+    """First to last step of each row group, by rank and part; groups without statistics are left out."""
+    found: list[range] = []
+    for _, path in layout.part_files(directory, table):
+        file = _open(path)
+        for group in range(file.num_row_groups):
+            bounds = _bounds(file, group)
+            if bounds is not None:
+                found.append(range(bounds[0], bounds[1] + 1))
+    return found
+
+
+def _of_part(path: Path, table: str, columns: set[str], rank: int, steps: Sequence[range] | None) -> Iterator[Any]:
+    file = _open(path)
+    present = [name for name in file.schema_arrow.names if name in columns]
+    for group in range(file.num_row_groups):
+        bounds = None if steps is None else _bounds(file, group)
+        if bounds is not None and not any(each.start <= bounds[1] and bounds[0] < each.stop for each in steps or ()):
+            continue
+        try:
+            data = file.read_row_group(group, columns=present)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _damaged(path, error) from None
+        yield from _finished(conform(data, table, columns), rank, steps)
+
+
+def _of_live(path: Path, table: str, columns: set[str], skipped: int) -> Iterator[Any]:
+    pending: list[Any] = []
+    n_pending = 0
+    for index, batch in enumerate(LiveStream(path)):
+        if index < skipped:
+            continue
+        pending.append(batch)
+        n_pending += batch.num_rows
+        if n_pending >= ROWS_PER_CHUNK:
+            yield conform(pa.Table.from_batches(pending), table, columns)
+            pending, n_pending = [], 0
+    if pending:
+        yield conform(pa.Table.from_batches(pending), table, columns)
+
+
+def _finished(data: Any, rank: int, steps: Sequence[range] | None) -> Iterator[Any]:
+    if steps is not None:
+        step = data.column("step").to_numpy()
+        inside = np.zeros(data.num_rows, dtype=np.bool_)
+        for each in steps:
+            inside |= (step >= each.start) & (step < each.stop)
+        data = data.filter(pa.array(inside))
+    if data.num_rows:
+        yield data.append_column("rank", pa.array(np.full(data.num_rows, rank, dtype=np.int32)))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _damaged(path, error) from None
+
+
+def _bounds(file: Any, group: int) -> tuple[int, int] | None:
+    """Least and largest step of a row group by its statistics."""
+    metadata = file.metadata.row_group(group)
+    for index in range(metadata.num_columns):
+        column = metadata.column(index)
+        if column.path_in_schema == "step" and column.statistics is not None and column.statistics.has_min_max:
+            return int(column.statistics.min), int(column.statistics.max)
+    return None
+
+
+def _damaged(path: Path, error: Exception) -> TraceError:
+    return TraceError(
+        f"cannot read {path}: {error}",
+        cause="the file is damaged or was copied in part",
+        remedy="copy the trace again; the other tables are not affected",
+    )
