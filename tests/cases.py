@@ -50,6 +50,8 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 # What each sum is compared with: a cross term may be zero by a lemma, so its own size is no measure of its error.
 _SIZE = {
+    "sum_xq": lambda v: v["sum_x2"],
+    "sum_xqstar": lambda v: v["sum_x2"],
     "sum_e": lambda v: sqrt(v["n"] * v["sum_e2"]),
     "sum_scale_grid": lambda v: sqrt(v["sum_scale2"] * v["sum_grid2"]),
     "sum_scale_dz": lambda v: sqrt(v["sum_scale2"] * v["sum_dz2"]),

@@ -30,6 +30,7 @@ SHIPPED_MODULES = (
     "blocks",
     "columns",
     "corrections",
+    "cpu_backend",
     "decomposition",
     "formats",
     "frontend",

@@ -1,8 +1,8 @@
 """The public functions: names resolved, the backend chosen. Shipped.
 
-Rule of choice for `backend="auto"`: Triton for tensors on a CUDA or HIP device where triton can be imported,
-else the plain torch path. Every backend yields the same codes, counts and histograms, and sums within 1e-6 of
-float64; the torch path is float64 itself.
+Rule of choice for `backend="auto"`: Triton for tensors on a CUDA or HIP device where triton can be imported; the
+C++ kernels for tensors on a CPU where the build found a compiler; else the plain torch path. Every backend yields
+the same codes, counts and histograms, and sums within 1e-6 of float64; the torch path is float64 itself.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from importlib.util import find_spec
 
 import torch
 
-from mxprobe_kernels import torch_backend
+from mxprobe_kernels import cpu_backend, torch_backend
 from mxprobe_kernels.decomposition import Decomposition
 from mxprobe_kernels.formats import MXFP4, Format, Rule, get_format, get_rule
 from mxprobe_kernels.torch_backend import ErrorFields
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def decompose(
@@ -35,10 +35,13 @@ def decompose(
     result. ValueError for an unknown format, rule or backend, or a tensor that has no such axis.
     """
     record, chosen = get_format(format), get_rule(rule)
-    if _pick(backend, x, record) == "triton":
+    picked = _pick(backend, x, record)
+    if picked == "triton":
         from mxprobe_kernels import triton_backend
 
         return triton_backend.decompose(x, record, chosen, dim)
+    if picked == "cpu":
+        return cpu_backend.decompose(x, record, chosen, dim)
     return torch_backend.decompose(x, record, chosen, dim)
 
 
@@ -47,7 +50,9 @@ def _pick(backend: str, x: torch.Tensor, format: Format) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if backend == "auto":
-        return "triton" if x.device.type == "cuda" and format == MXFP4 and _has_triton() else "torch"
+        if x.device.type == "cuda" and format == MXFP4 and _has_triton():
+            return "triton"
+        return "cpu" if cpu_backend.supports(x, format) else "torch"
     if backend == "triton" and not _has_triton():
         raise ValueError("backend 'triton': triton is not installed here; use backend='torch'")
     return backend

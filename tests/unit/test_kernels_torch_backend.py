@@ -1,6 +1,7 @@
 """The torch path against the golden file, the reference, and the laws that its results obey."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from mxprobe_kernels import decompose, error_fields, quantize_dequantize, reference, torch_backend
+from mxprobe_kernels import error_fields, frontend, quantize_dequantize, reference, torch_backend
 from mxprobe_kernels.formats import Rule
 from tests.cases import Case, disagreements, golden_cases, golden_q, hard_tensors, same_bits
 
 RULES = [rule.value for rule in Rule]
+decompose = partial(frontend.decompose, backend="torch")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -199,7 +201,7 @@ def test_nonfinite_blocks_never_poison_the_rest():
 )
 def test_wrong_input_is_answered_in_words(arguments: dict[str, object], words: str):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
-        decompose(**{"x": torch.ones(2, 32), **arguments})
+        frontend.decompose(**{"x": torch.ones(2, 32), **arguments})
 
 
 def test_adding_unlike_decompositions_is_refused():

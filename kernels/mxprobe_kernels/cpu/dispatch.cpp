@@ -1,0 +1,137 @@
+// The C interface of the CPU kernels: cuts the matrix into tiles, shares them among threads, adds them in order.
+#include "statistics.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace mxprobe {
+
+#define DECLARE(ISA) \
+  namespace ISA { \
+  void statistics(const Tile&, double*); \
+  }
+#define X(name, feature) DECLARE(name)
+#include "isas.inc"
+#undef X
+
+namespace {
+
+constexpr int64_t kTileElements = 1 << 16;
+
+// Subnormals count: a caller that flushes them must not change the statistics.
+struct KeepSubnormals {
+#if defined(__x86_64__)
+  unsigned saved = _mm_getcsr();
+  KeepSubnormals() { _mm_setcsr(0x1F80); }
+  ~KeepSubnormals() { _mm_setcsr(saved); }
+#endif
+};
+
+struct Choice {
+  const char* name;
+  Kernel kernel;
+};
+
+std::vector<Choice> available() {
+  std::vector<Choice> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#define X(name, feature) \
+  if (feature) found.push_back({#name, name::statistics});
+#else
+#define X(name, feature) found.push_back({#name, name::statistics});
+#endif
+#include "isas.inc"
+#undef X
+  return found;
+}
+
+const std::vector<Choice>& choices() {
+  static const std::vector<Choice> found = available();
+  return found;
+}
+
+}  // namespace
+
+int delta_bin(double ratio) {
+  static const std::vector<double> edges = [] {
+    std::vector<double> e(33);
+    for (int k = 0; k <= 32; k++) e[k] = std::exp2(k / 32.0);
+    return e;
+  }();
+  if (!(ratio >= 1.0)) return 0;
+  if (ratio >= edges[31]) return 31;
+  // log2(1 + f) is at least f: start there and walk, four steps at most
+  int bin = int((ratio - 1.0) * 32.0);
+  while (ratio >= edges[bin + 1]) bin++;
+  return bin;
+}
+
+}  // namespace mxprobe
+
+using namespace mxprobe;
+
+#define EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+// Instruction sets this machine runs, best first, comma-separated.
+EXPORT const char* mxprobe_isas() {
+  static const std::string names = [] {
+    std::string all;
+    for (const Choice& c : choices()) all += (all.empty() ? "" : ",") + std::string(c.name);
+    return all;
+  }();
+  return names.c_str();
+}
+
+EXPORT int mxprobe_values() { return kValues; }
+
+// x [n_rows, n_columns], unit stride along columns -> values[kValues]. 0, or -1 when `isa` is not to be had.
+EXPORT int mxprobe_statistics(const void* x, int dtype, int64_t n_rows, int64_t n_columns, int64_t stride_bytes, int columns,
+                              int32_t bias, int covers, int n_threads, const char* isa, double* values) {
+  Kernel kernel = nullptr;
+  for (const Choice& c : choices())
+    if (!kernel && (!*isa || !std::strcmp(isa, c.name))) kernel = c.kernel;
+  if (!kernel) return -1;
+
+  // Tiles depend on the shape alone, so that the sums do not depend on the number of threads.
+  const int64_t width = std::min(n_columns, columns ? int64_t(2048) : kTileElements);
+  const int64_t rows = std::max<int64_t>(kTileElements / width, 1);
+  const int64_t height = columns ? (rows + 31) / 32 * 32 : rows;
+  const int64_t across = (n_columns + width - 1) / width, down = (n_rows + height - 1) / height;
+  std::vector<double> parts(size_t(across * down) * kValues, 0.0);
+  std::atomic<int64_t> next{0};
+  auto work = [&] {
+    KeepSubnormals guard;
+    for (int64_t i; (i = next.fetch_add(1)) < across * down;) {
+      const int64_t r = i / across * height, c = i % across * width;
+      const Tile tile{static_cast<const char*>(x), r, std::min(r + height, n_rows), c, std::min(c + width, n_columns),
+                      stride_bytes, bias, static_cast<DType>(dtype), columns != 0, covers != 0};
+      kernel(tile, parts.data() + i * kValues);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int64_t t = 1; t < std::min<int64_t>(n_threads, across * down); t++) threads.emplace_back(work);
+  work();
+  for (std::thread& t : threads) t.join();
+
+  std::fill(values, values + kValues, 0.0);
+  for (int64_t i = 0; i < across * down; i++)
+    for (int k = 0; k < kValues; k++) {
+      const double part = parts[i * kValues + k];
+      values[k] = k == kAmax ? std::max(values[k], part) : values[k] + part;
+    }
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,84 @@
+"""The C++ kernels for CPUs, loaded with ctypes where the build found a compiler. Shipped.
+
+The library links neither torch nor Python. It holds one kernel per instruction set and picks the best the machine
+runs; its sums do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+import torch
+
+from mxprobe_kernels.blocks import rows_of
+from mxprobe_kernels.decomposition import N_VALUES, Decomposition, empty
+from mxprobe_kernels.formats import MXFP4, Format, Rule
+
+LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu", "libmxprobe_cpu.so")
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None where none was built, or it is of another version or machine."""
+    try:
+        loaded = ctypes.CDLL(LIBRARY)
+        loaded.mxprobe_isas.restype = ctypes.c_char_p
+        pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        loaded.mxprobe_statistics.argtypes = [pointer, i32, i64, i64, i64, i32, i32, i32, i32, ctypes.c_char_p, pointer]
+        return loaded if loaded.mxprobe_values() == N_VALUES else None
+    except (OSError, AttributeError):
+        return None
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets that the library has kernels for and this machine runs, best first; empty without a library."""
+    loaded = library()
+    return tuple(loaded.mxprobe_isas().decode().split(",")) if loaded else ()
+
+
+def supports(x: torch.Tensor, format: Format) -> bool:
+    return x.device.type == "cpu" and format == MXFP4 and library() is not None
+
+
+@torch.no_grad()
+def decompose(
+    x: torch.Tensor, format: Format, rule: Rule, dim: int, *, isa: str = "", n_threads: int | None = None
+) -> Decomposition:
+    """As `torch_backend.decompose`; sums within 1e-6 of float64, codes, counts and histograms exact.
+
+    `isa`: one of `isas()`, the best by default. `n_threads`: torch's own number by default; the result is the same.
+    ValueError where there is no library, or no such instruction set.
+    """
+    loaded = library()
+    if loaded is None or not supports(x, format):
+        raise ValueError("the CPU kernels were not built, or cannot take this tensor or format; use backend='torch'")
+    rows = rows_of(x, dim)
+    values = empty(x.device)
+    if not rows.numel():
+        return Decomposition(values, format.name, rule.value)
+    if rows.dtype == torch.float64:
+        rows = rows.float()
+    columns = rows.stride(0) == 1 and rows.stride(1) != 1
+    matrix = rows.t() if columns else rows
+    if matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
+    failed = loaded.mxprobe_statistics(
+        matrix.data_ptr(),
+        _DTYPES[matrix.dtype],
+        matrix.shape[0],
+        matrix.shape[1],
+        matrix.stride(0) * matrix.element_size(),
+        columns,
+        format.amax_bias(rule),
+        rule.covers_amax,
+        n_threads or torch.get_num_threads(),
+        isa.encode(),
+        values.data_ptr(),
+    )
+    if failed:
+        raise ValueError(f"no kernel for instruction set {isa!r} here; known: {', '.join(isas())}")
+    return Decomposition(values, format.name, rule.value)
