@@ -112,14 +112,22 @@ def worker(arm: str, side: str, outliers: float, seed: int, steps: int) -> dict[
 
 
 def run_arm(arm: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """One result per seed; a run that the results file holds already is not repeated."""
+    lines = options.results.read_text().splitlines() if options.results and options.results.exists() else []
+    known = {json.dumps(line["run"]): line["result"] for line in map(json.loads, lines)}
     results = []
     for seed in range(options.seeds):
-        arguments = [arm, options.side, options.outliers, seed, options.steps]
-        command = [sys.executable, __file__, "--worker", json.dumps(arguments)]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-        if finished.returncode:
-            raise SystemExit(f"{arm}, seed {seed} failed:\n{finished.stderr[-3000:]}")
-        results.append(json.loads(finished.stdout.splitlines()[-1]))
+        run = json.dumps([arm, options.side, options.outliers, seed, options.steps])
+        if run not in known:
+            command = [sys.executable, __file__, "--worker", run]
+            finished = subprocess.run(command, capture_output=True, text=True, check=False)
+            if finished.returncode:
+                raise SystemExit(f"{arm}, seed {seed} failed:\n{finished.stderr[-3000:]}")
+            known[run] = json.loads(finished.stdout.splitlines()[-1])
+            if options.results:
+                with options.results.open("a") as file:
+                    file.write(json.dumps({"run": json.loads(run), "result": known[run]}) + "\n")
+        results.append(known[run])
         numbers = "  ".join(f"{name} {value:.3g}" for name, value in results[-1].items())
         print(f"{arm} seed {seed}: {numbers}", file=sys.stderr, flush=True)
     return results
@@ -165,6 +173,7 @@ def main() -> None:
     parser.add_argument("--side", choices=("rollout", "train", "both"), default="rollout")
     parser.add_argument("--outliers", type=float, default=32.0)
     parser.add_argument("--recipes", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
+    parser.add_argument("--results", type=Path, help="JSON lines: runs found here are not repeated, new ones are added")
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(worker(*json.loads(options.worker))))

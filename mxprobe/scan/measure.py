@@ -1,4 +1,4 @@
-"""One weight -> rows of `tensors` and `whatif`, streamed: memory holds a slab of rows, never the tensor.
+"""One weight -> rows of `tensors` and `whatif`, streamed: memory holds two slabs of rows, never the tensor.
 
 | role    | consumed by        | blocks along |
 |---------|--------------------|--------------|
@@ -12,6 +12,7 @@ and stated for the whole tensor by the ratio estimator: error(c) = error(sample 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +85,20 @@ def _slabs(weight: Weight, matrix: int, settings: MeasureSettings) -> Iterator[t
     if format.tensor_scale:
         height = weight.n_rows
     begin = matrix * weight.n_rows
-    for first in range(0, weight.n_rows, height):
+    starts = range(0, weight.n_rows, height)
+
+    def read(first: int) -> torch.Tensor:
         last = min(first + height, weight.n_rows)
-        yield weight.file.read_rows(weight.entry, begin + first, begin + last), first
+        return weight.file.read_rows(weight.entry, begin + first, begin + last)
+
+    # The next slab is read while this one is measured.
+    with ThreadPoolExecutor(1) as reader:
+        upcoming = reader.submit(read, 0)
+        for first in starts:
+            slab = upcoming.result()
+            if first != starts[-1]:
+                upcoming = reader.submit(read, first + height)
+            yield slab, first
 
 
 def _take(

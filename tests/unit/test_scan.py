@@ -38,7 +38,7 @@ def agrees(row: Any, tensor: torch.Tensor, dim: int, format: str = "mxfp4") -> b
     expected = decompose(tensor, dim=dim, format=format).to_dict()
     counts = all(getattr(row, name) == expected[name] for name in ("n", "n_zeroed", "n_deadzone", "n_blocks", "amax"))
     sums = all(
-        getattr(row, name) == pytest.approx(expected[name], rel=1e-12) for name in ("sum_x2", "sum_e2", "sum_dz2")
+        getattr(row, name) == pytest.approx(expected[name], rel=1e-6) for name in ("sum_x2", "sum_e2", "sum_dz2")
     )
     return counts and sums and list(row.delta_hist) == expected["delta_hist"]
 
