@@ -14,6 +14,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from mxprobe.attach.elf import PAGE_BYTES, read_maps
+from mxprobe.attach.payload import BEGINNING
+
 MXPROBE = [sys.executable, "-m", "mxprobe"]
 
 # Main thread and two others allocate, lock and unlock all the time: what an injection may run into.
@@ -147,6 +150,19 @@ def training(directory: Path, *, prefix: Sequence[str] = (), environ: Mapping[st
 
 def nothing_left(residue: Mapping[str, Any], *, sockets: int = 0) -> bool:
     return not any(value for key, value in residue.items() if key != "sockets") and residue["sockets"] == sockets
+
+
+def statements_in_memory(pid: int) -> int:
+    """Pages of the process that begin with an injected statement; copies inside its heap are not page-aligned."""
+    beginning = BEGINNING.encode()
+    count = 0
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for mapping in read_maps(pid):
+            if mapping.permissions != "rw-p" or mapping.path:
+                continue
+            for address in range(mapping.start, mapping.end, PAGE_BYTES):
+                count += os.pread(memory.fileno(), len(beginning), address) == beginning
+    return count
 
 
 def interpreters() -> list[str]:

@@ -8,6 +8,7 @@ trace is closed properly whatever happens.
 import queue
 import secrets
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mxprobe.attach.archive import write_archive
-from mxprobe.attach.entry import Entry, enter
+from mxprobe.attach.entry import QUEUEING, Entry, enter, unmap_statements
 from mxprobe.attach.process import Process, check_attachable, main_thread_activity
 from mxprobe.attach.progress import Progress
 from mxprobe.attach.recorder import TraceRecorder, check_free
@@ -120,7 +121,7 @@ class Controller:
                 )
                 try:
                     self._get_in(run_directory, token)
-                    self._observe()
+                    self._observe(run_directory)
                 except AttachError:
                     self._let_go()
                     raise
@@ -157,10 +158,11 @@ class Controller:
             attach_latency_ms=(time.monotonic() - started) * 1e3,
         )
 
-    def _observe(self) -> None:
+    def _observe(self, run_directory: RunDirectory) -> None:
         self._phase = "observing"
         pid, config = self._process.pid, self._options.config
         self._say_to_agent({"verb": "attach", "config": config.to_json()})
+        self._unmap_statement(run_directory)
         waiting = f"process {pid} has the agent; waiting for its next optimizer step or generation"
         if not self._until(
             lambda: self._attached is not None,
@@ -168,6 +170,18 @@ class Controller:
             lambda: self._progress.show(waiting),
         ):
             raise refuse("no_step", pid, seconds=config.step_timeout_s)
+
+    def _unmap_statement(self, run_directory: RunDirectory) -> None:
+        """The agent's hello proves that our statement ran, and with it all that were queued before it."""
+        if self._entry is None or self._entry.mechanism not in QUEUEING:
+            return
+        pages = run_directory.page_record.pages()
+        try:
+            answer = unmap_statements(self._process, pages)
+        except (AttachError, subprocess.SubprocessError, OSError):
+            return  # on record: the next attach does it
+        run_directory.page_record.discard(pages)
+        self._recorder.update_run(unmap_pause_ms=answer["pause_ms"])
 
     def _record(self) -> None:
         self._phase = "recording"

@@ -14,6 +14,7 @@ from typing import Any
 import mxprobe
 from mxprobe.attach.elf import ImageError, find_python, read_maps
 from mxprobe.attach.injector import FUNCTIONS
+from mxprobe.attach.pages import Page
 from mxprobe.attach.payload import boot_statement
 from mxprobe.attach.process import Process, check_attachable
 from mxprobe.attach.refusals import refuse
@@ -24,6 +25,10 @@ from mxprobe.protocol import ProtocolError, recv_frame, send_frame
 
 _CONNECT_TIMEOUT_S = 15.0
 _INJECTOR_TIMEOUT_S = 60.0
+
+
+QUEUEING = frozenset({"ptrace"})
+"""Mechanisms that map a page for their statement and queue it; the interpreter runs such calls in order."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,20 @@ def run_injector(process: Process, statement: str) -> dict[str, Any]:
 
     The helper is not stopped by the caller's Ctrl-C, and not given up before it has let go of the process.
     """
+    return _run_helper(process, [], statement)
+
+
+def unmap_statements(process: Process, pages: list[Page]) -> dict[str, Any]:
+    """Unmap pages whose statements have run; returns what the helper measured. AttachError if it could not."""
+    return _run_helper(process, [f"{address}:{size_bytes}" for address, size_bytes in pages], "")
+
+
+def _run_helper(process: Process, arguments: list[str], statement: str) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "mxprobe.attach.injector", str(process.pid), str(process.start_ticks)]
     environ = dict(os.environ, PYTHONPATH=str(Path(mxprobe.__file__).parent.parent))
     environ.pop("MXPROBE_LISTEN", None)
     done = subprocess.run(
-        command,
+        [*command, *arguments],
         input=statement,
         capture_output=True,
         text=True,
@@ -113,7 +127,9 @@ def run_injector(process: Process, statement: str) -> dict[str, Any]:
 
 def _inject(process: Process, run_directory: RunDirectory, token: str) -> float:
     statement = boot_statement(str(run_directory.control_socket), str(run_directory.archive), token, process.inner_pid)
-    return float(run_injector(process, statement)["pause_ms"])
+    answer = run_injector(process, statement)
+    run_directory.page_record.add((answer["page"], answer["size_bytes"]))
+    return float(answer["pause_ms"])
 
 
 def _knock(path: Path, process: Process, run_directory: RunDirectory, token: str) -> bool:

@@ -1,13 +1,15 @@
 """Run one Python statement in a live CPython 3.9 or newer, from outside. Linux on x86_64.
 
-    python -m mxprobe.attach.injector PID START_TICKS < STATEMENT      -> one JSON object on stdout
+    python -m mxprobe.attach.injector PID START_TICKS < STATEMENT            -> one JSON object on stdout
+    python -m mxprobe.attach.injector PID START_TICKS ADDRESS:BYTES ...      -> the same, once the statement has run
 
 The main thread, and no other, is stopped for a few milliseconds: one page is mapped by single-stepping a
 `syscall` instruction that is already there, the statement is written into it, `Py_AddPendingCall(
 PyRun_SimpleString, page)` is called, and registers, vector state and held-back signals are put back. Nothing is
 loaded, no lock of the interpreter is taken at an arbitrary instruction, and the statement itself runs later, at the
 interpreter's own next safe point. So success here means *queued*; only the agent's hello means that it ran.
-The page (4 KiB, private, not executable) stays mapped: the interpreter reads the statement from it later.
+The interpreter reads the statement from the page (4 KiB, private, not executable) later, so it stays mapped until
+the agent's hello has proved that the statement ran; the second form, a stop of the same kind, then unmaps it.
 
 A process of its own, with signals blocked and outside the caller's session: dying between the two register writes
 (about a millisecond) would end the traced process. CPython's eval loop turns a pending call that fails
@@ -28,11 +30,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mxprobe.attach.elf import PAGE_BYTES, ImageError, Mapping, PythonImage, find_python, read_maps
+from mxprobe.attach.payload import BEGINNING
 from mxprobe.attach.ptrace import Registers, Tracee, TraceeGone, block_signals
 
 FUNCTIONS = ("Py_AddPendingCall", "PyRun_SimpleString", "Py_IsInitialized")
 _SYSCALL = b"\x0f\x05"
-_SYS_MMAP = 9
+_SYS_MMAP, _SYS_MUNMAP = 9, 11
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE_ANONYMOUS = 0x22
 _NO_SYSCALL = 2**64 - 1
@@ -52,7 +55,10 @@ class InjectError(Exception):
 
 
 def inject(pid: int, statement: str) -> dict[str, Any]:
-    """Queue the statement. Returns {image, pause_ms, tries}; InjectError, ImageError or OSError otherwise."""
+    """Queue the statement. InjectError, ImageError or OSError where that fails.
+
+    Returns {image, pause_ms, tries, page, size_bytes}: where the statement lies, to be given to `unmap` later.
+    """
     maps = read_maps(pid)
     image = find_python(pid, maps, FUNCTIONS)
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
@@ -62,32 +68,74 @@ def inject(pid: int, statement: str) -> dict[str, Any]:
         held_back: list[int] = []
         try:
             tries = _stop_outside(tracee, image)
-            _Call(tracee, memory, held_back).queue(statement, image, gate)
+            page, size_bytes = _Call(tracee, memory, gate, held_back).queue(statement, image)
         finally:
             _release(tracee, held_back)
-        return {"image": image.path, "pause_ms": (time.perf_counter() - started) * 1e3, "tries": tries}
+        pause_ms = (time.perf_counter() - started) * 1e3
+        return {"image": image.path, "pause_ms": pause_ms, "tries": tries, "page": page, "size_bytes": size_bytes}
+
+
+def unmap(pid: int, pages: list[tuple[int, int]]) -> dict[str, Any]:
+    """Unmap (address, size in bytes) of statements that have run. Returns {pause_ms, unmapped: [address, ...]}.
+
+    What no longer holds a statement of ours (the process has replaced itself) is not touched.
+    """
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        ours = [page for page in pages if _holds_statement(memory, page[0])]
+        if not ours:
+            return {"pause_ms": 0.0, "unmapped": []}
+        gate = _syscall_instruction(memory, read_maps(pid))
+        tracee = _seize(pid)
+        started = time.perf_counter()
+        held_back: list[int] = []
+        try:
+            _stop(tracee)
+            _Call(tracee, memory, gate, held_back).unmap(ours)
+        finally:
+            _release(tracee, held_back)
+        pause_ms = (time.perf_counter() - started) * 1e3
+        return {"pause_ms": pause_ms, "unmapped": [address for address, _ in ours]}
+
+
+def _holds_statement(memory: BinaryIO, address: int) -> bool:
+    beginning = BEGINNING.encode()
+    try:
+        memory.seek(address)
+        return memory.read(len(beginning)) == beginning
+    except (OSError, ValueError, OverflowError):
+        return False
 
 
 class _Call:
     """Calls made by the stopped thread on our behalf, and the state that is put back afterwards."""
 
-    def __init__(self, tracee: Tracee, memory: BinaryIO, held_back: list[int]) -> None:
+    def __init__(self, tracee: Tracee, memory: BinaryIO, gate: int, held_back: list[int]) -> None:
         self._tracee = tracee
         self._memory = memory
+        self._gate = gate
         self._held_back = held_back
         self._saved = tracee.registers()
         tracee.save_xstate()
 
-    def queue(self, statement: str, image: PythonImage, gate: int) -> None:
+    def queue(self, statement: str, image: PythonImage) -> tuple[int, int]:
+        """Returns address and size in bytes of the mapping that holds the statement."""
         text = statement.encode() + b"\0"
+        size_bytes = -(-len(text) // PAGE_BYTES) * PAGE_BYTES
         with self._put_back():
             if not self._function(image.addresses["Py_IsInitialized"]):
                 raise InjectError("not_ready")
-            page = self._map(gate, -(-len(text) // PAGE_BYTES) * PAGE_BYTES)
+            page = self._map(size_bytes)
             self._memory.seek(page)
             self._memory.write(text)
             if self._function(image.addresses["Py_AddPendingCall"], image.addresses["PyRun_SimpleString"], page):
+                self._system_call(_SYS_MUNMAP, page, size_bytes)
                 raise InjectError("injection_failed", "the interpreter's queue of pending calls is full")
+        return page, size_bytes
+
+    def unmap(self, pages: list[tuple[int, int]]) -> None:
+        with self._put_back():
+            for address, size_bytes in pages:
+                self._system_call(_SYS_MUNMAP, address, size_bytes)
 
     @contextlib.contextmanager
     def _put_back(self) -> Generator[None]:
@@ -97,15 +145,21 @@ class _Call:
             self._tracee.restore_xstate()
             self._tracee.set_registers(self._saved)
 
-    def _map(self, gate: int, size_bytes: int) -> int:
+    def _map(self, size_bytes: int) -> int:
+        return self._system_call(
+            _SYS_MMAP, 0, size_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, 2**64 - 1, 0, what="mmap"
+        )
+
+    def _system_call(self, number: int, *arguments: int, what: str = "munmap") -> int:
+        """Make a system call by stepping over an instruction that is there already; it takes no lock of anybody's."""
         registers = self._saved.copy()
-        registers.rip, registers.rax, registers.orig_rax = gate, _SYS_MMAP, _NO_SYSCALL
-        registers.rdi, registers.rsi, registers.rdx = 0, size_bytes, _PROT_READ_WRITE
-        registers.r10, registers.r8, registers.r9 = _MAP_PRIVATE_ANONYMOUS, 2**64 - 1, 0
-        page = self._run(registers, signal.SIGTRAP, single_step=True).rax
-        if page > 2**63:
-            raise InjectError("injection_failed", f"mmap: {os.strerror(2**64 - page)}")
-        return page
+        registers.rip, registers.rax, registers.orig_rax = self._gate, number, _NO_SYSCALL
+        for name, value in zip(("rdi", "rsi", "rdx", "r10", "r8", "r9"), arguments, strict=False):
+            setattr(registers, name, value)
+        result = self._run(registers, signal.SIGTRAP, single_step=True).rax
+        if result > 2**64 - PAGE_BYTES:
+            raise InjectError("injection_failed", f"{what}: {os.strerror(2**64 - result)}")
+        return result
 
     def _function(self, address: int, first: int = 0, second: int = 0) -> int:
         """Call an int function. It returns to address 0, whose fault hands the thread back to us."""
@@ -150,6 +204,20 @@ def _seize(pid: int) -> Tracee:
         raise InjectError("exited" if error.errno == errno.ESRCH else "not_permitted", str(error)) from None
 
 
+def _stop(tracee: Tracee) -> None:
+    """Stop the thread wherever it is."""
+    tracee.interrupt()
+    while True:
+        stop = tracee.wait(_STEP_TIMEOUT_S)
+        if stop is None:
+            raise InjectError("not_stoppable", "no stop within 5 s")
+        if stop.is_event:
+            break
+        tracee.resume(stop.signal)  # a signal for the user's handler came first: deliver it
+    if stop.signal != signal.SIGTRAP:
+        raise InjectError("stopped")
+
+
 def _stop_outside(tracee: Tracee, image: PythonImage) -> int:
     """Stop the thread, preferably where it is not in the interpreter's own code; returns how often that was tried.
 
@@ -158,16 +226,7 @@ def _stop_outside(tracee: Tracee, image: PythonImage) -> int:
     """
     tries = 0
     while True:
-        tracee.interrupt()
-        while True:
-            stop = tracee.wait(_STEP_TIMEOUT_S)
-            if stop is None:
-                raise InjectError("not_stoppable", "no stop within 5 s")
-            if stop.is_event:
-                break
-            tracee.resume(stop.signal)  # a signal for the user's handler came first: deliver it
-        if stop.signal != signal.SIGTRAP:
-            raise InjectError("stopped")
+        _stop(tracee)
         tries += 1
         if tries >= _OUTSIDE_TRIES or not image.holds(tracee.registers().rip):
             return tries
@@ -199,13 +258,14 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.nice(-10)  # where allowed: on a busy machine the stopped thread waits for us to be scheduled
     pid, start_ticks = int(sys.argv[1]), int(sys.argv[2])
-    statement = sys.stdin.read()
+    pages = [(int(address), int(size)) for address, _, size in (word.partition(":") for word in sys.argv[3:])]
+    statement = "" if pages else sys.stdin.read()
     gc.disable()
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
         if int(fields[19]) != start_ticks:
             raise InjectError("exited", "its PID now belongs to another process")
-        answer = inject(pid, statement)
+        answer = unmap(pid, pages) if pages else inject(pid, statement)
     except (InjectError, ImageError) as error:
         answer = {"reason": error.reason, "detail": error.detail}
     except (FileNotFoundError, ProcessLookupError, TraceeGone):

@@ -1,13 +1,18 @@
 """The statement that is injected. All it does in the main thread is to start another one."""
 
-_STATEMENT = """\
-try:
- __import__('_thread').start_new_thread(exec, ({source!r}, {{'__name__': '_mxprobe_payload'}}))
-except KeyboardInterrupt:
- __import__('_thread').start_new_thread(exec, ({interrupt!r}, {{}}))
+BEGINNING = "try:\n try:\n  __import__('_thread').start_new_thread("
+"""How every statement begins: by this a page that we mapped is told from one that the process put there since."""
+
+_STATEMENT = (
+    BEGINNING
+    + """\
+exec, ({source!r}, {{'__name__': '_mxprobe_payload'}}))
+ except BaseException:
+  exec({give_back!r}, {{}})
 except BaseException:
  pass
 """
+)
 _BOOT = """\
 try:
  import zipimport
@@ -17,8 +22,30 @@ try:
 except BaseException:
  pass
 """
-# The user's Ctrl-C, should it hit the statement: given back once the main thread is out of it.
-_INTERRUPT = "import time, _thread\ntime.sleep(0.05)\n_thread.interrupt_main()"
+# What a signal handler of the user's raised while the statement ran (Ctrl-C, `sys.exit` on SIGTERM) belongs to the
+# user's code. It is raised there, the very object, as soon as the main thread is out of the statement: by a handler
+# of SIGINT that lives for that moment, since nothing else in pure Python raises in another thread. Our own failure,
+# a thread that cannot be started, is a RuntimeError from no Python frame.
+_GIVE_BACK = """\
+import _signal, _thread, sys, time
+error, statement, main = sys.exc_info()[1], sys._getframe(1), _thread.get_ident()
+before, handlers = _signal.getsignal(_signal.SIGINT), error.__traceback__.tb_next
+def raise_it(number, frame):
+ _signal.signal(_signal.SIGINT, before)
+ raise error.with_traceback(handlers)
+def inside():
+ frame = sys._current_frames().get(main)
+ while frame is not None and frame is not statement:
+  frame = frame.f_back
+ return frame is not None
+def interrupt():
+ while inside():
+  time.sleep(0.001)
+ _thread.interrupt_main()
+if before is not None and (handlers is not None or not isinstance(error, RuntimeError)):
+ _signal.signal(_signal.SIGINT, raise_it)
+ _thread.start_new_thread(interrupt, ())
+"""
 
 
 def in_thread(source: str) -> str:
@@ -26,9 +53,10 @@ def in_thread(source: str) -> str:
 
     It must not raise: the interpreter would turn that into a SystemError in the user's frame. It runs in
     `__main__`, so it binds no name. The thread is a bare one, because signal handlers run in the main thread only:
-    a Ctrl-C that comes while the agent is loaded reaches the user's code, not ours.
+    a Ctrl-C that comes while the agent is loaded reaches the user's code, not ours. What handlers raise in the few
+    bytecodes before that is given back to the user's code.
     """
-    return _STATEMENT.format(source=source, interrupt=_INTERRUPT)
+    return _STATEMENT.format(source=source, give_back=_GIVE_BACK)
 
 
 def boot_statement(socket: str, archive: str, token: str, pid: int) -> str:

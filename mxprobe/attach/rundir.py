@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mxprobe.attach.pages import SUFFIX as PAGES_SUFFIX
+from mxprobe.attach.pages import PageRecord
 from mxprobe.attach.process import Process, look_up
 from mxprobe.attach.refusals import refuse
 from mxprobe.errors import AttachError
@@ -38,6 +40,11 @@ class RunDirectory:
     @property
     def archive(self) -> Path:
         return self.path / "agent.zip"
+
+    @property
+    def page_record(self) -> PageRecord:
+        """Beside the directory, which goes with this attachment: the record stays as long as there are pages."""
+        return PageRecord(self.path.with_name(self.path.name + PAGES_SUFFIX))
 
     @classmethod
     def create(cls, process: Process) -> "RunDirectory":
@@ -103,12 +110,12 @@ def clean_stale() -> list[Path]:
         if lock is not None:
             os.close(lock)
         removed.append(directory)
-    for parent in _parents(os.environ):
-        for listener in parent.glob("*.listen.sock"):
-            if not Path("/proc", listener.name.partition(".")[0]).exists():
+    for parent in dict.fromkeys(_parents(os.environ)):
+        for leftover in (*parent.glob("*.listen.sock"), *parent.glob(f"*{PAGES_SUFFIX}")):
+            if _is_of_the_dead(leftover.name):
                 with contextlib.suppress(OSError):
-                    listener.unlink()
-                    removed.append(listener)
+                    leftover.unlink()
+                    removed.append(leftover)
     return removed
 
 
@@ -120,6 +127,15 @@ def listener_socket_of(process: Process) -> Path | None:
             if path.is_socket():
                 return path
     return None
+
+
+def _is_of_the_dead(name: str) -> bool:
+    """True for `PID.listen.sock` and `PID.START.pages` of a process that is gone."""
+    pid, start_ticks, *_ = name.split(".")
+    try:
+        return start_ticks.isdigit() and look_up(int(pid)).start_ticks != int(start_ticks)
+    except (AttachError, ValueError):
+        return True
 
 
 def _name(process: Process) -> str:

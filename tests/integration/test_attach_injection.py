@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mxprobe.attach.entry import check_ptrace, run_injector
+from mxprobe.attach.entry import check_ptrace, run_injector, unmap_statements
 from mxprobe.attach.payload import in_thread
 from mxprobe.attach.process import look_up
 from mxprobe.errors import AttachError
@@ -78,6 +78,34 @@ def test_every_python(python: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", interpreters())
 def test_five_hundred_injections(python: str, tmp_path: Path) -> None:
     inject_often(python, 500, tmp_path)
+
+
+QUIET = "import time\nprint('up', flush=True)\nwhile True:\n    time.sleep(0.002)\n"
+
+
+def test_the_page_of_a_statement_that_ran_is_unmapped_and_nothing_else(tmp_path: Path) -> None:
+    """The process does nothing but sleep, so that its address space is ours alone to change."""
+    mark = tmp_path / "mark"
+    mark.touch()
+
+    def mappings() -> str:
+        return Path(f"/proc/{process.pid}/maps").read_text()
+
+    with running(QUIET) as process:
+        facts = look_up(process.pid)
+        before = ""
+        for count in (1, 2, 3):  # the first thread of a process brings its own mappings
+            before = mappings()
+            answer = run_injector(facts, marking(mark))
+            until(lambda count=count: mark.stat().st_size == count)
+            page = (answer["page"], answer["size_bytes"])
+            assert mappings() != before
+            freed = unmap_statements(facts, [page, (page[0] ^ 1 << 40, 4096)])
+            assert freed["unmapped"] == [page[0]]
+            assert 0 < freed["pause_ms"] < 1000
+        assert mappings() == before
+        assert unmap_statements(facts, [page]) == {"pause_ms": 0.0, "unmapped": []}
+        assert progresses(process)
 
 
 def test_statements_that_raise_leave_the_job_alone(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from mxprobe.attach.process import look_up
 from mxprobe.attach.rundir import RunDirectory, attached, clean_stale
 from mxprobe.errors import AttachError
 from mxprobe.trace import open_trace
-from tests.attach_targets import MXPROBE, Trainer, mxprobe, nothing_left, running, training, until
+from tests.attach_targets import (
+    MXPROBE,
+    Trainer,
+    mxprobe,
+    nothing_left,
+    running,
+    statements_in_memory,
+    training,
+    until,
+)
 
 SCHEDULE = ("--every", "5", "--weights-every", "20")
 
@@ -93,6 +102,7 @@ def test_status_and_detach_round_trip(shared: Trainer, tmp_path: Path, private_b
     assert facts["target"]["cmdline"][0] == sys.executable
     assert facts["config"]["every"] == 5
     assert 0 < facts["pause_ms"] < 1000
+    assert 0 < facts["unmap_pause_ms"] < 1000
     assert facts["attach_latency_ms"] > facts["pause_ms"]
     assert facts["started_ns"] < facts["ended"]["time_ns"]
     assert (facts["ended"]["reason"], facts["role"]) == ("detached", "trainer")
@@ -100,6 +110,7 @@ def test_status_and_detach_round_trip(shared: Trainer, tmp_path: Path, private_b
 
     assert shared.residue() == before
     assert nothing_left(before)
+    assert statements_in_memory(shared.process.pid) == 0
     assert list(private_base.iterdir()) == []
     assert mxprobe("detach", shared.pid).returncode == 4
 
@@ -275,6 +286,28 @@ def test_a_process_that_does_not_step(tmp_path: Path) -> None:
         assert "took no optimizer step" in done.stderr
         assert not (tmp_path / "a").exists()
         assert process.poll() is None
+
+
+def test_the_page_of_an_attach_that_was_given_up_goes_with_the_next(tmp_path: Path, private_base: Path) -> None:
+    """Still queued then, it had to stay: the interpreter reads it when the main thread is back."""
+    go = tmp_path / "go"
+    program = (
+        "import ctypes, time, torch\nmodel = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nprint('up', flush=True)\n"
+        f"ctypes.CDLL(None).system(b'until [ -e {go} ]; do sleep 0.05; done')\n"
+        "while True:\n    model(torch.ones(2, 8)).sum().backward()\n    optimizer.step()\n    time.sleep(0.01)\n"
+    )
+    with running(program, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        pid = str(process.pid)
+        done = mxprobe("attach", pid, "-o", str(tmp_path / "a"), "--step-timeout", "1")
+        assert done.returncode == 4
+        assert statements_in_memory(process.pid) == 1
+        go.touch()
+        done = mxprobe("attach", pid, "-o", str(tmp_path / "b"), "--duration", "0.3", *SCHEDULE)
+        assert done.returncode == 0, done.stderr
+        assert statements_in_memory(process.pid) == 0
+        assert process.poll() is None
+    assert list(private_base.iterdir()) == []
 
 
 def test_a_process_in_a_long_native_call_is_told_so_and_what_is_queued_stays_harmless(tmp_path: Path) -> None:

@@ -84,6 +84,62 @@ def test_the_statement_raises_nothing_and_binds_nothing(source: str) -> None:
     assert done.stdout == "0 []\n", done.stderr
 
 
+RAISED_INSIDE = """
+import builtins, ctypes, signal, sys, time
+code = {code!r}.encode()
+def handler(number, frame):
+    log.append(number)
+    raise {raised}
+log = []
+signal.signal(signal.SIGTERM, handler)
+theirs = signal.getsignal(signal.SIGINT)
+plain = builtins.__import__
+def interrupted(name, *rest):
+    if name == "_thread" and not log:
+        signal.raise_signal(signal.SIGTERM)
+    return plain(name, *rest)
+builtins.__import__ = interrupted
+try:
+    status = ctypes.pythonapi.PyRun_SimpleString(ctypes.c_char_p(code))
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        sum(range(100))
+    print("lost")
+finally:
+    error = sys.exc_info()[1]
+    names = [frame.f_code.co_name for frame, _ in __import__("traceback").walk_tb(error.__traceback__)]
+    print(status, log, names, error.__context__, signal.getsignal(signal.SIGINT) is theirs, flush=True)
+"""
+
+
+@pytest.mark.parametrize("python", interpreters())
+@pytest.mark.parametrize(
+    ("raised", "code"), [("SystemExit(7)", 7), ("KeyboardInterrupt", -2), ("RuntimeError('mine')", 1)]
+)
+def test_what_a_signal_handler_raises_in_the_statement_is_raised_in_the_users_code(
+    python: str, raised: str, code: int
+) -> None:
+    """At the worst moment, every time: the handler runs between two bytecodes of the statement."""
+    program = RAISED_INSIDE.format(code=in_thread("pass"), raised=raised)
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "0 [15] ['<module>', 'raise_it', 'interrupted', 'handler'] None True\n", done.stderr
+    assert done.returncode == code
+
+
+def test_a_thread_that_cannot_be_started_is_nobodys_exception() -> None:
+    program = (
+        "import _thread, ctypes, resource, signal, time\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1, 1))\n"
+        f"code = {in_thread('pass')!r}.encode()\n"
+        "try:\n    _thread.start_new_thread(print, ())\nexcept RuntimeError as error:\n    print(error)\n"
+        "print(ctypes.pythonapi.PyRun_SimpleString(ctypes.c_char_p(code)))\n"
+        "for _ in range(200): time.sleep(0.001)\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "can't start new thread\n0\nTrue\n", done.stderr
+
+
 def test_the_statement_fits_one_page_even_with_long_paths() -> None:
     path = "/" + "x" * 106
     assert len(boot_statement(path, path, "t" * 32, 4194304).encode()) < 4096
