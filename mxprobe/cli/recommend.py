@@ -43,11 +43,12 @@ def command(trace: Path, as_json: bool, explain: bool, framework: str | None, ov
     The verdict rests on the trace alone. Numbers are called measured, predicted, or associated with: three
     different things.
     """
-    from mxprobe.attribution import Thresholds, recommend
+    from mxprobe.attribution import recommend
+    from mxprobe.config import load
     from mxprobe.trace import open_trace
 
     opened = open_trace(trace)
-    thresholds = Thresholds().replace(**dict(_parse(text) for text in overrides))
+    thresholds = load(sections=("verdict",)).thresholds().replace(**dict(_parse(text) for text in overrides))
     recommendation = recommend(opened, thresholds, framework=framework)
     for problem in opened.problems:
         click.echo(f"note: {problem}", err=True)

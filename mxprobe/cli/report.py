@@ -27,15 +27,17 @@ def command(trace: Path, output: Path | None, as_json: bool) -> None:
     The page makes no network request and can be mailed or archived as it is.
     """
     from mxprobe.attribution import recommend
+    from mxprobe.config import load
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
 
     opened = open_trace(trace)
     directory = opened.directory.resolve()
     path = output or directory.with_name(f"{directory.name.removesuffix('.mxprobe')}.html")
+    thresholds = load(sections=("verdict",)).thresholds()
     command_line = shlex.join(["mxprobe", *sys.argv[1:]])
     try:
-        report = write_report(opened, recommend(opened), path, command_line=command_line)
+        report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line)
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror or error}",
