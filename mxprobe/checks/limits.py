@@ -8,8 +8,8 @@ from typing import Any
 
 from mxprobe.attribution import recommend
 from mxprobe.config import LayerOverride, Settings, Value, keys_of
-from mxprobe.errors import UsageError
-from mxprobe.schema import PLAIN_WORDS
+from mxprobe.errors import TraceError, UsageError
+from mxprobe.schema import PLAIN_WORDS, TABLES
 from mxprobe.trace import Trace
 
 from .measures import OPERAND_LIMITS, Measure, operand_measures, realised_measures, run_measure
@@ -84,6 +84,7 @@ def check_trace(trace: Trace, settings: Settings) -> CheckResult:
 
     Raises:
         UsageError: no limit is set, so passing would mean nothing.
+        TraceError: the trace is empty, or a table cannot be read.
     """
     limits = settings.section("check")
     roles = limits.pop("roles")
@@ -92,6 +93,12 @@ def check_trace(trace: Trace, settings: Settings) -> CheckResult:
             "there is nothing to check: no limit is set",
             cause="no mxprobe.toml and no [tool.mxprobe.check] in pyproject.toml from here upwards",
             remedy="write one, e.g. [check] and max_mismatch = 0.01 below it; or pass --set max_mismatch=0.01",
+        )
+    if all(trace.table(name).empty for name in TABLES):
+        raise TraceError(
+            f"{trace.directory} is empty: there is nothing to check",
+            cause="it was detached before anything was recorded",
+            remedy="check a trace of a run that was probed for a while",
         )
     findings: list[Finding] = []
     for key in keys_of("check"):

@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mxprobe.errors import TraceError
 from mxprobe.trace import layout
 from mxprobe.trace.arrow import conform
 from mxprobe.trace.reader import read_run
@@ -30,7 +31,7 @@ class TraceTail:
     """Follows the live files of a trace, and its Parquet parts once the writer compacts them.
 
     Raises:
-        TraceError: from the constructor, if there is no readable trace.
+        TraceError: no readable trace, from the constructor; a damaged file, from `poll`.
     """
 
     def __init__(self, directory: Path, columns: dict[str, Sequence[str]]) -> None:
@@ -97,9 +98,17 @@ class TraceTail:
         paths = [path for part_rank, path in layout.part_files(self.directory, table) if part_rank == rank]
         skip = position.n_rows
         for path in paths:
-            n_rows = pq.read_metadata(path).num_rows
-            if skip < n_rows:
-                data = pq.ParquetFile(path).read(columns=list(self._columns[table])).slice(skip)
+            try:
+                file = pq.ParquetFile(path)
+                n_rows = file.metadata.num_rows
+                data = file.read(columns=list(self._columns[table])).slice(skip) if skip < n_rows else None
+            except (pa.ArrowInvalid, OSError) as error:
+                raise TraceError(
+                    f"cannot read {path}: {error}",
+                    cause="the file is damaged or was copied in part",
+                    remedy="copy the trace again",
+                ) from None
+            if data is not None:
                 position.n_rows += data.num_rows
                 yield data
             skip = max(skip - n_rows, 0)

@@ -120,6 +120,8 @@ def test_exit_codes_of_wrong_use(trace: Path, tmp_path: Path) -> None:
     assert check(trace, "--set", "max_nsme=1").exit_code == 2
     assert check(tmp_path / "missing", "--set", "max_nmse=1").exit_code == 3
     assert check(tmp_path, "--set", "max_nmse=1").exit_code == 3
+    empty = write_trace(tmp_path / "empty.mxprobe", {})
+    assert check(empty, "--set", "max_nmse=1").exit_code == 3
     assert check(trace, "--set", "max_nmse=1", "--junit", str(tmp_path / "no" / "where.xml")).exit_code == 2
 
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from mxprobe.attribution.ratios import mismatch_by_step, output_ratios, tensor_ratios
-from mxprobe.errors import AttachError
+from mxprobe.errors import AttachError, TraceError
 from mxprobe.live import find_trace
 from mxprobe.live.controls import SORTS, Controls
 from mxprobe.live.keys import parse_keys
@@ -83,6 +83,14 @@ def test_a_finished_trace_and_one_whose_writer_died(tmp_path: Path) -> None:
     compact(dead)
     assert collect(tail, found) == 0
     assert_all_rows(found, dead)
+
+
+def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+    done = write_trace(tmp_path / "done.mxprobe", {"signals": report_frames.signals(20)})
+    part = done / "signals" / "rank=0" / "part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:-20])
+    with pytest.raises(TraceError, match=r"cannot read .*part-00000.parquet"):
+        TraceTail(done, COLUMNS).poll()
 
 
 def test_half_a_batch_waits_for_its_other_half(tmp_path: Path) -> None:
