@@ -106,8 +106,12 @@ def minifloat_grid(mantissa_bits: int, min_exponent: int, qmax: float) -> tuple[
 MXFP4 = Format("mxfp4", E2M1_GRID, block=32, scale=ScaleType.E8M0)
 MXFP8 = Format("mxfp8", minifloat_grid(3, -6, 448.0), 32, ScaleType.E8M0, mantissa_bits=3, min_exponent=-6)
 NVFP4 = Format("nvfp4", E2M1_GRID, block=16, scale=ScaleType.E4M3, tensor_scale=True)
+FP8_BLOCK = Format("fp8_block", MXFP8.grid, 128, ScaleType.FP32, mantissa_bits=3, min_exponent=-6)
+"""E4M3 with one fp32 scale for 1 x 128 elements (DeepSeek-style activations)."""
+INT4_GROUP = Format("int4_group", tuple(map(float, range(8))), 128, ScaleType.FP32, mantissa_bits=2, min_exponent=2)
+"""Symmetric integers -7 to 7 with one fp32 scale for 128 elements. All steps are 1: a binade of one mini-float."""
 
-FORMATS: dict[str, Format] = {f.name: f for f in (MXFP4, MXFP8, NVFP4)}
+FORMATS: dict[str, Format] = {f.name: f for f in (MXFP4, MXFP8, NVFP4, FP8_BLOCK, INT4_GROUP)}
 
 
 def get_format(format: str | Format) -> Format:

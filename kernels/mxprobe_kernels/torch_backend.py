@@ -258,9 +258,11 @@ def _sums(f: ErrorFields) -> torch.Tensor:
             n_excluded,
         )
     )
-    codes = count_codes(f.code)
     if f.format.grid == E2M1_GRID:
+        codes = count_codes(f.code)
         codes[0] -= f.code.numel() - n  # padding and excluded blocks were set to +0
+    else:
+        codes = torch.zeros(CODE_BINS, dtype=torch.int64, device=f.x.device)
     amax = f.scales.amax.amax() if f.scales.amax.numel() else f.x.new_zeros(())
     return pack(sums, counts, amax, delta_histogram(f.scales.amax, f.scales.scale, f.format), codes)
 
