@@ -10,6 +10,7 @@ reward. RMSNorm weights are near one, so that noise relative to their rms is QeR
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import nn
 from mxprobe.errors import UsageError
 
 Target = Literal["rmsnorm", "weights"]
+_LOG = logging.getLogger("mxprobe.aqn")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class QuantizationNoise:
         self._weights = _weights_of(model, target)
         self._seed = seed
         self._n_draws = 0
+        self._has_warned = False
         self._saved: list[torch.Tensor] | None = None
         self.sigma = 0.0
         """Relative noise on the weights now; 0 while they are as trained."""
@@ -149,6 +152,13 @@ class QuantizationNoise:
         sigma = self.schedule.sigma(progress)
         if sigma == 0.0:
             return 0.0
+        if not self.model.training and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "noise of sigma %g goes on a model in evaluation mode: right for a rollout of the training, wrong for "
+                "an evaluation, whose numbers would be those of another model",
+                sigma,
+            )
         self._saved = [weight.parameter.detach().clone() for weight in self._weights]
         self._n_draws += 1
         for index, (_, parameter) in enumerate(self._weights):

@@ -102,6 +102,16 @@ def test_adding_twice_replaces_the_noise(policy: Policy) -> None:
     assert torch.equal(policy.norm.weight, weight)
 
 
+def test_noise_in_evaluation_mode_is_flagged_once(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
+    noise = QuantizationNoise(policy.eval())
+    with caplog.at_level(logging.WARNING, logger="mxprobe.aqn"):
+        for progress in (0.05, 0.15, 0.25):
+            with noise.rollout(progress):
+                pass
+    assert len(caplog.records) == 1
+    assert "on a model in evaluation mode" in caplog.text
+
+
 def test_noise_on_weights_leaves_the_head(policy: Policy) -> None:
     assert QuantizationNoise(policy, target="weights").names == ["proj.weight"]
     with pytest.raises(UsageError, match="has no RMSNorm weight to put noise on"):
