@@ -46,7 +46,7 @@ def test_splits_sum_to_one_under_every_rule(rule: str) -> None:
     assert ratios["on_d"] + ratios["off_d"] == pytest.approx(1.0)
     assert ratios["zeroed"] + ratios["saturated"] + ratios["rest"] == pytest.approx(1.0)
     assert ratios["rest"] >= 0
-    assert ratios["identity_gap"] < 1e-9
+    assert ratios["identity_gap"] < 1e-6  # backends may accumulate in float32; the trace allows 1e-5
 
 
 def test_a_power_of_two_that_beats_the_ideal_scale_keeps_its_sign() -> None:
