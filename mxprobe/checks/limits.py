@@ -12,7 +12,7 @@ from mxprobe.errors import TraceError, UsageError
 from mxprobe.schema import PLAIN_WORDS, TABLES
 from mxprobe.trace import Trace
 
-from .measures import OPERAND_LIMITS, Measure, operand_measures, realised_measures, run_measure
+from .measures import OPERAND_LIMITS, Measure, OperandMeasures, realised_measures, run_measure
 
 JSON_SCHEMA = "mxprobe.check/1"
 
@@ -94,27 +94,24 @@ def check_trace(trace: Trace, settings: Settings) -> CheckResult:
             cause="no mxprobe.toml and no [tool.mxprobe.check] in pyproject.toml from here upwards",
             remedy="write one, e.g. [check] and max_mismatch = 0.01 below it; or pass --set max_mismatch=0.01",
         )
-    if all(trace.table(name).empty for name in TABLES):
+    if all(trace.table(name, (columns[0][0],)).empty for name, columns in TABLES.items()):
         raise TraceError(
             f"{trace.directory} is empty: there is nothing to check",
             cause="it was detached before anything was recorded",
             remedy="check a trace of a run that was probed for a while",
         )
+    operands = OperandMeasures(trace, roles if isinstance(roles, tuple) else ())
     findings: list[Finding] = []
     for key in keys_of("check"):
         bound = limits.get(key.name)
         if key.per_module:
-            measures = _per_module(trace, key.name, roles if isinstance(roles, tuple) else ())
+            measures = operands.of(key.name) if key.name in OPERAND_LIMITS else realised_measures(trace)
             findings.extend(_judge_modules(key.name, bound, settings.overrides, measures))
         elif isinstance(bound, tuple):
             findings.append(_judge_verdict(key.name, bound, trace, settings))
         elif isinstance(bound, (int, float)):
             findings.append(_judge(key.name, float(bound), run_measure(trace, key.name)))
     return CheckResult(tuple(findings), tuple(trace.problems))
-
-
-def _per_module(trace: Trace, limit: str, roles: tuple[str, ...]) -> Iterator[Measure]:
-    return operand_measures(trace, limit, roles) if limit in OPERAND_LIMITS else realised_measures(trace)
 
 
 def _judge_modules(

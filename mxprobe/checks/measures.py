@@ -5,13 +5,14 @@ Sums over all steps and ranks come first, the division last; what a tensor of ze
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.coverage import coverage_of
 from mxprobe.attribution.measured import measure
-from mxprobe.attribution.ratios import output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.ratios import ADDITIVE, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.attribution.symptom import mismatch
 from mxprobe.trace import Trace
 
@@ -24,6 +25,9 @@ OPERAND_LIMITS: dict[str, str] = {
 """Limit -> the ratio it bounds, per module, role and phase."""
 
 
+_KEYS = ("module", "role", "phase")
+
+
 @dataclass(frozen=True)
 class Measure:
     """One number. `role` and `phase` are "" where they say nothing; `module` is "" for the whole run."""
@@ -34,19 +38,28 @@ class Measure:
     phase: str = ""
 
 
-def operand_measures(trace: Trace, limit: str, roles: tuple[str, ...]) -> Iterator[Measure]:
-    """Of each module, role and phase in `tensors`; all roles if none are given."""
-    rows = trace.tensors()
-    if roles:
-        rows = rows[rows["role"].isin(list(roles))]
-    if rows.empty:
-        return
-    sums = totals(rows, ["module", "role", "phase"])
-    ratios = pd.concat([tensor_ratios(sums), output_ratios(sums)], axis=1)
-    keys = (sums[name].astype(str) for name in ("module", "role", "phase"))
-    for module, role, phase, value in zip(*keys, ratios[OPERAND_LIMITS[limit]], strict=True):
-        if np.isfinite(value):
-            yield Measure(float(value), module, role, phase)
+class OperandMeasures:
+    """Ratios of each module, role and phase in `tensors`, read once for all limits; of all roles if none are given."""
+
+    def __init__(self, trace: Trace, roles: tuple[str, ...]) -> None:
+        self._trace = trace
+        self._roles = roles
+
+    def of(self, limit: str) -> Iterator[Measure]:
+        """The ratio that a limit of `OPERAND_LIMITS` bounds; what cannot be divided is left out."""
+        rows = self._rows
+        keys = (rows[name].astype(str) for name in _KEYS)
+        for module, role, phase, value in zip(*keys, rows[OPERAND_LIMITS[limit]], strict=True):
+            if np.isfinite(value):
+                yield Measure(float(value), module, role, phase)
+
+    @cached_property
+    def _rows(self) -> pd.DataFrame:
+        rows = self._trace.table("tensors", (*_KEYS, *ADDITIVE))
+        if self._roles:
+            rows = rows[rows["role"].isin(list(self._roles))]
+        sums = totals(rows, _KEYS)
+        return pd.concat([sums[list(_KEYS)], tensor_ratios(sums), output_ratios(sums)], axis=1)
 
 
 def realised_measures(trace: Trace) -> Iterator[Measure]:
@@ -79,7 +92,7 @@ def _mismatch(trace: Trace) -> float | None:
 
 
 def _nonfinite(trace: Trace) -> float | None:
-    rows = trace.tensors()
+    rows = trace.table("tensors", ("n_nonfinite",))
     return float(rows["n_nonfinite"].sum()) if len(rows) else None
 
 

@@ -105,7 +105,7 @@ def _common_modules(a: Trace, b: Trace) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _measured_modules(trace: Trace) -> list[str]:
-    names = pd.concat([trace.tensors()["module"].astype(str), trace.outputs()["module"].astype(str)])
+    names = pd.concat([trace.table(name, ("module",))["module"].astype(str) for name in ("tensors", "outputs")])
     return list(dict.fromkeys(names))
 
 
@@ -120,7 +120,7 @@ def _shapes(trace: Trace) -> dict[str, tuple[int, ...]]:
 
 def _common_phases(a: Trace, b: Trace) -> tuple[str, ...]:
     seen = [
-        set(trace.outputs()["phase"].astype(str).unique()) | set(trace.tensors()["phase"].astype(str).unique())
+        {str(phase) for name in ("tensors", "outputs") for phase in trace.table(name, ("phase",))["phase"].unique()}
         for trace in (a, b)
     ]
     common = sorted(seen[0] & seen[1])
@@ -151,7 +151,7 @@ def _common_steps(a: Trace, b: Trace) -> tuple[Steps, Steps, list[str]]:
 
 
 def _steps_of(trace: Trace) -> Steps:
-    steps = pd.concat([frame["step"] for frame in (trace.outputs(), trace.tensors(), trace.signals())]).dropna()
+    steps = pd.concat([trace.table(name, ("step",))["step"] for name in ("outputs", "tensors", "signals")]).dropna()
     return Steps(int(steps.min()), int(steps.max()))
 
 

@@ -17,9 +17,10 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
-from mxprobe.attribution.ratios import mismatch_by_step, output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.trace import Trace
 
+_OPERAND_COLUMNS = ("step", "time_ns", "module", "role", "phase", *ADDITIVE)
 _OPERAND = {"nmse": "nmse", "out_error": "output_error", "zero_frac": "zero_frac"}
 
 
@@ -36,7 +37,7 @@ def curves(trace: Trace, modules: Sequence[str] = ()) -> list[Point]:
     """Points in the order of their steps; values that are not finite are left out."""
     parts = [
         _signals(trace.signals()),
-        *_operands(trace.tensors(), modules),
+        *_operands(trace.table("tensors", _OPERAND_COLUMNS), modules),
         *_outputs(trace.outputs(), modules),
         *_overhead(trace.overhead()),
     ]
