@@ -30,6 +30,7 @@ import struct
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Optional
 
+from mxprobe.schema import DEFAULT_ARMS
 from mxprobe_kernels.formats import DEFAULT_WHATIFS
 
 PROTOCOL_VERSION = 1
@@ -64,6 +65,11 @@ class AgentConfig:
     """Rows of X and G measured per module and probed step; more are sampled."""
     max_features: int = 512
     """Output features (and input features, for the backward products) measured per module; more are sampled."""
+    sensitivity_every: int = 0
+    """Replay a microbatch for Delta2 every N-th optimizer step; 0: never."""
+    replay_every: int = 0
+    """Replay a microbatch under `replay_arms` every N-th optimizer step; 0: never."""
+    replay_arms: tuple[str, ...] = DEFAULT_ARMS
     step_timeout_s: float = 60.0
     """How long to wait for the first optimizer step (or rollout) before giving up."""
     lease_s: float = 10.0

@@ -76,6 +76,9 @@ PLAIN_WORDS: Dict[Verdict, str] = {
     Verdict.KEEP_HIGH_PRECISION: "keep in high precision",
 }
 
+DEFAULT_ARMS: Tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip")
+"""Counterfactual forwards of a replay: `mxprobe.agent.replay.arms` says what each is."""
+
 # Arrow type names: int64, int32, float64, bool, string, dict (dictionary-encoded string),
 # list<int64>, list<int64:N> (fixed size).
 Columns = Tuple[Tuple[str, str], ...]
@@ -141,6 +144,54 @@ TABLES: Dict[str, Columns] = {
         ("out_ref2", "float64"),
         ("out_e2", "float64"),
         ("out_zeroed2", "float64"),  # output error left on the elements the uncorrected quantizer zeroed
+    ),
+    # Error of a weight gradient (or of dX) against the exact product of the same captured operands, both quantized;
+    # one row per component, which is put into both operands alone. Relative error, cosine, norm ratio: derived.
+    "gradients": (
+        *_WHEN,
+        ("module", "dict"),
+        ("gemm", "dict"),  # wgrad: dW = G^T X, dgrad: dX = G W; on sampled rows and features
+        ("component", "dict"),  # total, scale, deadzone, grid
+        ("format", "dict"),
+        ("rule", "dict"),
+        ("sampled_frac", "float64"),
+        ("n_clusters", "int64"),
+        ("ref2", "float64"),  # ||exact||^2
+        ("err2", "float64"),  # ||with errors - exact||^2
+        ("ref_err", "float64"),  # <exact, with errors - exact>
+        ("half_a2", "float64"),  # wgrad: squared norms of the two halves of the rows' gradient, and <a, b>
+        ("half_b2", "float64"),
+        ("half_ab", "float64"),
+    ),
+    # Delta2 by replay of one microbatch: see mxprobe.agent.replay.sensitivity. Divide by n_tokens last.
+    "sensitivity": (
+        *_WHEN,
+        ("module", "dict"),
+        ("role", "dict"),  # x_fwd, w_fwd
+        ("component", "dict"),  # total, scale, deadzone, grid
+        ("format", "dict"),
+        ("rule", "dict"),
+        ("probe", "int64"),  # index of the random signs
+        ("n_tokens", "float64"),  # counted positions of the samples measured
+        ("n_samples", "int64"),
+        ("sum_delta2", "float64"),  # / n_tokens ~ E[(change of log p)^2]; half of it ~ KL
+        ("sum_log_prob_shift", "float64"),  # first-order change of log p of the run's tokens; NaN: tokens not known
+        ("sum_entropy_shift", "float64"),
+    ),
+    # Counterfactual forwards of one microbatch against high precision: see mxprobe.agent.replay.arms.
+    "replays": (
+        *_WHEN,
+        ("arm", "dict"),
+        ("format", "dict"),
+        ("rule", "dict"),
+        ("estimator", "dict"),  # of sum_kl: exact (from logits) or k3
+        ("n_modules", "int64"),  # Linears that round as the arm says
+        ("n_tokens", "float64"),
+        ("sum_kl", "float64"),  # KL(high || arm)
+        ("sum_log_prob_shift", "float64"),
+        ("sum_log_prob_shift2", "float64"),
+        ("sum_entropy_shift", "float64"),
+        ("loss_shift", "float64"),  # of the loss that the model itself returns; NaN if it returns none
     ),
     "signals": (
         ("step", "int64"),

@@ -50,13 +50,14 @@ def undisturbed(device_type: str) -> Generator[None, None, None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device_type, enabled=False))
-        leave_modes = _leave_dispatch_modes()
+        leave_modes = leave_dispatch_modes()
         if leave_modes is not None:
             stack.enter_context(leave_modes())
         yield
 
 
-def _leave_dispatch_modes() -> Callable[[], Any] | None:
+def leave_dispatch_modes() -> Callable[[], Any] | None:
+    """A context manager without the user's dispatch modes, where this torch has one."""
     from torch.utils import _python_dispatch
 
     return getattr(_python_dispatch, "_disable_current_modes", None)

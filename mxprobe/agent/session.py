@@ -26,6 +26,7 @@ from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import Entry, module_rows, take_inventory
 from mxprobe.agent.recorder import Recorder
+from mxprobe.agent.replay.live import Replays, Rows
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.signals import NO_STEP, SignalTaps
@@ -69,6 +70,7 @@ class Session:
         self._clock = Clock()
         self._schedule = Schedule(config.every, config.weights_every)
         self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
+        self._replays = Replays(config, self._clock, self.guard, self._on_event)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -172,6 +174,7 @@ class Session:
                 self.worker.put(lambda: self._set_base(base))
             self._install(roots)
             self._handles += [root.register_forward_pre_hook(self._on_root_enter) for root in roots]
+            self._handles += self._replays.watch(roots, {name: p.module for name, p in self._probes.items()})
             self._begin_step()
 
     def _set_base(self, count: torch.Tensor) -> None:
@@ -275,6 +278,9 @@ class Session:
         self.total_hook_ns += hook_ns
         self.worker.put(lambda: self._record_step(step, probed, step_ns, hook_ns))
         self._signals.ensure_wrapped()
+        replayed = None if self.detach_asked else self._replays.run()
+        if replayed is not None:
+            self.worker.put(lambda: self._record_replay(replayed))
         clock.next()
         if self.detach_asked:
             self._remove(self.detach_asked)
@@ -284,6 +290,7 @@ class Session:
     def _begin_step(self) -> None:
         clock = self._clock
         self._schedule.plan(clock, busy=self.worker.backlog > 0)
+        self._replays.plan()
         if not (clock.probed or clock.only_outputs):
             return
         left = SNAPSHOT_BYTES
@@ -325,6 +332,10 @@ class Session:
                 self._inventoried = True
                 self._add_modules()
             self._recorder.flush()
+
+    def _record_replay(self, rows: Rows) -> None:
+        for table, row in rows(self.worker.step_base):
+            self._recorder.add(table, row)
 
     def _add_modules(self) -> None:
         for row in module_rows(self._entries, self._probes):

@@ -56,6 +56,18 @@ class Trace:
         """Error left by each correction per step, module, role and phase."""
         return self.table("whatif")
 
+    def gradients(self) -> pd.DataFrame:
+        """Error of the weight gradient and of dX per step, module, GEMM and component."""
+        return self.table("gradients")
+
+    def sensitivity(self) -> pd.DataFrame:
+        """Sums behind Delta2 (predicted KL) per replayed step, module, role and component."""
+        return self.table("sensitivity")
+
+    def replays(self) -> pd.DataFrame:
+        """Counterfactual forwards per replayed step and arm."""
+        return self.table("replays")
+
     def signals(self) -> pd.DataFrame:
         """The metrics the framework logged, by canonical name."""
         return self.table("signals")

@@ -1,0 +1,145 @@
+"""One forward pass of a root module, kept so that it can be run again: its arguments, random state and autocast.
+
+Arguments are tensors (cloned) in lists, tuples and dictionaries, and plain values. Anything else could be changed by
+a second forward (a key-value cache), and such a call is refused. So are models whose forward communicates.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxprobe.agent.guard import is_plain, leave_dispatch_modes, undisturbed
+from mxprobe.agent.replay.preserve import RandomState, preserved
+
+MAX_ARGUMENT_BYTES = 1 << 30
+"""Arguments larger than this are not copied: they are no token ids."""
+
+_PLAIN_VALUES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineStage")
+
+
+class NotReplayableError(Exception):
+    """The call, or its model, cannot be run again without a risk to the run. `str()` says why, for the trace."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What `replayed` needs. `module.forward(*args, **kwargs)` is the call, under these states."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    device_type: str
+    autocast_dtype: torch.dtype | None
+    """None where autocast was off."""
+
+    def argument(self, name: str) -> Any:
+        """The argument of that name, passed by keyword or by position; None if there is none."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        try:
+            names = list(inspect.signature(self.module.forward).parameters)
+        except (TypeError, ValueError):
+            return None
+        index = names.index(name) if name in names else len(self.args)
+        return self.args[index] if index < len(self.args) else None
+
+
+def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Copy a call of `root` that is about to run. NotReplayableError says why it cannot be.
+
+    Dispatches copies to the device and does not wait for them.
+    """
+    module = replay_target(root)
+    device_type = next((p.device for p in module.parameters()), torch.device("cpu")).type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    budget = _Budget()
+    with undisturbed(device_type):
+        copied_args = tuple(budget.copy(value, f"argument {index}") for index, value in enumerate(args))
+        copied_kwargs = {name: budget.copy(value, name) for name, value in kwargs.items()}
+    return Call(module, copied_args, copied_kwargs, RandomState.now(module), device_type, autocast)
+
+
+def replay_target(root: nn.Module) -> nn.Module:
+    """The module whose forward is run: what DistributedDataParallel or torch.compile wrap, else the root.
+
+    NotReplayableError for a model whose forward talks to other ranks, or might: they would wait for ever.
+    """
+    module = root
+    is_replicated = any(type(each).__name__ == "DistributedDataParallel" for each in (root, *root.children()))
+    if _world_size() > 1 and not is_replicated:
+        raise NotReplayableError(
+            f"the run has {_world_size()} ranks and its model is not DistributedDataParallel, "
+            "so that its forward may communicate"
+        )
+    while type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        inner: Any = module._orig_mod if type(module).__name__ == "OptimizedModule" else module.module
+        module = inner
+    for inner in module.modules():
+        names = {cls.__name__ for cls in type(inner).__mro__}
+        if names & set(_SHARDED):
+            raise NotReplayableError(f"{type(inner).__name__} gathers parameters from other ranks in its forward")
+        if isinstance(inner, nn.SyncBatchNorm):
+            raise NotReplayableError("SyncBatchNorm communicates with other ranks in its forward")
+    for parameter in module.parameters():
+        if not is_plain(parameter) and hasattr(parameter, "device_mesh"):
+            raise NotReplayableError("its parameters are sharded over ranks (DTensor)")
+    return module
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self._left = MAX_ARGUMENT_BYTES
+
+    def copy(self, value: Any, where: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not is_plain(value):
+                raise NotReplayableError(f"{where} is a {type(value).__name__}")
+            self._left -= value.numel() * value.element_size()
+            if self._left < 0:
+                raise NotReplayableError(f"its arguments are larger than {MAX_ARGUMENT_BYTES >> 20} MiB")
+            return value.detach().clone()
+        if isinstance(value, _PLAIN_VALUES):
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(self.copy(item, where) for item in value)
+        if type(value) is dict:
+            return {key: self.copy(item, f"{where}[{key!r}]") for key, item in value.items()}
+        raise NotReplayableError(f"{where} is a {type(value).__name__}, which a second forward could change")
+
+
+@contextmanager
+def replayed(call: Call, *, gradient: bool) -> Generator[None, None, None]:
+    """The surroundings of the captured call, for as long as its forward and backward take; then all is put back.
+
+    The same dropout as in training, autocast as it was, no mode of the user's. Within, `forward` runs the call.
+    """
+    leave_modes = leave_dispatch_modes()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(gradient))
+        if leave_modes is not None:
+            stack.enter_context(leave_modes())
+        dtype = call.autocast_dtype
+        stack.enter_context(torch.autocast(call.device_type, dtype, enabled=dtype is not None, cache_enabled=False))
+        stack.enter_context(preserved(call.module, call.random))
+        yield
+
+
+def forward(call: Call) -> Any:
+    """Run the call; only inside `replayed`. The module's own hooks are left out: what they changed is in the copy."""
+    return call.module.forward(*call.args, **call.kwargs)

@@ -1,0 +1,226 @@
+"""Replays in the running job: one call of a root captured in a step that is due, run again at the step's end.
+
+The first training call of the step whose root returns a policy is taken. Both happen in the training thread; rows
+are read off the device in the worker. A model that cannot be replayed is left alone from then on, and an event of
+kind `sensitivity` says why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.guard import Guard, in_backward, undisturbed
+from mxprobe.agent.replay.arms import Arm, replay_arms
+from mxprobe.agent.replay.call import Call, NotReplayableError, capture
+from mxprobe.agent.replay.policy import PolicyOutput, find_policy
+from mxprobe.agent.replay.sensitivity import Sensitivity, measure_sensitivity
+from mxprobe.agent.sampling import seed_of
+from mxprobe.protocol import AgentConfig
+
+EVENT = "sensitivity"
+TableRow = tuple[str, "dict[str, Any]"]
+Rows = Callable[[int], "list[TableRow]"]
+"""Steps before attach -> (table, row); waits for the device, so the worker calls it."""
+
+
+class Replays:
+    """`watch` at attach, `plan` before each step, `run` after it; all in the training thread, like the hooks."""
+
+    def __init__(self, config: AgentConfig, clock: Clock, guard: Guard, on_event: Callable[[str, str], None]) -> None:
+        self._config = config
+        self._clock = clock
+        self._guard = guard
+        self._on_event = on_event
+        self._modules: dict[str, nn.Linear] = {}
+        self._remaining: set[str] = set()
+        """Modules whose turn has not come in this round: those that fit into one replay are measured at a time."""
+        self._next = {"sensitivity": 1, "replays": 1}
+        self._wanted: set[str] = set()
+        self._given_up = False
+        self._unsuited: set[int] = set()
+        self._told: set[str] = set()
+        self.forget()
+
+    @property
+    def is_on(self) -> bool:
+        return self._config.sensitivity_every > 0 or self._config.replay_every > 0
+
+    def forget(self) -> None:
+        self._entered: Call | None = None
+        self._call: Call | None = None
+        self._mask: torch.Tensor | None = None
+        self._micro_step = 0
+
+    def watch(self, roots: Sequence[nn.Module], modules: Mapping[str, nn.Linear]) -> list[Any]:
+        """Handles of the hooks on the roots; none where nothing is asked for."""
+        if not self.is_on:
+            return []
+        self._modules = dict(modules)
+        handles: list[Any] = []
+        for root in roots:
+            handles.append(root.register_forward_pre_hook(self._on_enter, with_kwargs=True))
+            handles.append(root.register_forward_hook(self._on_leave))
+        return handles
+
+    def plan(self) -> None:
+        """Decide what the step `clock.step` is for. What was due and could not be had stays due."""
+        every = {"sensitivity": self._config.sensitivity_every, "replays": self._config.replay_every}
+        for what, n in every.items():
+            if n and not self._given_up and self._clock.step >= self._next[what]:
+                self._wanted.add(what)
+
+    def _on_enter(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not self._wanted or self._call is not None:
+            return
+        if id(root) in self._unsuited or not torch.is_grad_enabled() or in_backward():
+            return
+        started = time.perf_counter_ns()
+        try:
+            self._entered = capture(root, args, kwargs) if self._modules else None
+            self._micro_step = max(self._clock.micro_step, 0)
+        except NotReplayableError as error:
+            self._give_up(str(error))
+        except Exception as error:
+            self._fail("capturing a call", error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
+
+    def _on_leave(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call, self._entered = self._entered, None
+        if torch.compiler.is_compiling() or call is None:
+            return
+        started = time.perf_counter_ns()
+        try:
+            policy = find_policy(output)
+            if policy is None:
+                self._unsuited.add(id(root))
+                self._tell(f"{type(root).__name__} returns neither logits [B, T, V] nor log-probabilities: skipped")
+            else:
+                self._call = call
+                self._watch_gradient(policy)
+        except Exception as error:
+            self._fail("reading a policy", error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
+
+    def _watch_gradient(self, policy: PolicyOutput) -> None:
+        """The positions that the loss reads are those that get a gradient."""
+        if policy.label_mask is not None or not policy.tensor.requires_grad:
+            return
+        call = self._call
+
+        def hook(gradient: torch.Tensor) -> None:
+            if self._call is not call or self._mask is not None:
+                return
+            try:
+                with undisturbed(gradient.device.type):
+                    mask = gradient != 0
+                    self._mask = mask if mask.dim() == 2 else mask.any(-1)
+            except Exception as error:
+                self._fail("reading a gradient", error)
+
+        policy.tensor.register_hook(hook)
+
+    def run(self) -> Rows | None:
+        """The step is over: replay what was captured. Returns what makes the rows, or None if there are none."""
+        call, mask, micro_step = self._call, self._mask, self._micro_step
+        self.forget()
+        if call is None or self._given_up:
+            return None
+        if in_backward():
+            self._give_up("the optimizer steps inside the backward pass")
+            return None
+        started = time.perf_counter_ns()
+        try:
+            made = self._measure(call, mask)
+        except NotReplayableError as error:
+            self._give_up(str(error))
+            return None
+        except Exception as error:
+            self._fail("replaying a call", error)
+            return None
+        spent_ms = (time.perf_counter_ns() - started) / 1e6
+        self._tell(f"{', '.join(sorted(self._wanted))}: the first replay took {spent_ms:.0f} ms of the training thread")
+        self._reschedule()
+        return self._rows(self._clock.step, micro_step, *made)
+
+    def _reschedule(self) -> None:
+        every = {"sensitivity": self._config.sensitivity_every, "replays": self._config.replay_every}
+        for what in self._wanted:
+            self._next[what] = self._clock.step + every[what]
+        self._wanted.clear()
+
+    def _measure(self, call: Call, mask: torch.Tensor | None) -> tuple[Sensitivity | None, list[Arm]]:
+        config, seed = self._config, seed_of(self._clock.step, "replay")
+        sensitivity = None
+        if "sensitivity" in self._wanted:
+            self._remaining = self._remaining or set(self._modules)
+            sensitivity = measure_sensitivity(
+                call,
+                self._modules,
+                record=self._remaining,
+                mask=mask,
+                format=config.format,
+                rule=config.rule,
+                seed=seed,
+            )
+            self._remaining &= sensitivity.skipped
+            if sensitivity.unreached:
+                example = sorted(sensitivity.unreached)[0]
+                self._tell(
+                    f"no gradient reaches {len(sensitivity.unreached)} modules ({example}, ...): they stand below "
+                    "frozen ones or in a region with reentrant activation checkpointing"
+                )
+        arms: list[Arm] = []
+        if "replays" in self._wanted:
+            arms = list(
+                replay_arms(
+                    call,
+                    self._modules,
+                    config.replay_arms,
+                    mask=mask,
+                    format=config.format,
+                    rule=config.rule,
+                    seed=seed,
+                )
+            )
+        return sensitivity, arms
+
+    def _rows(self, step: int, micro_step: int, sensitivity: Sensitivity | None, arms: list[Arm]) -> Rows:
+        config, now = self._config, time.time_ns()
+
+        def rows(step_base: int) -> list[TableRow]:
+            when: dict[str, Any] = {
+                "step": step_base + step,
+                "micro_step": micro_step,
+                "time_ns": now,
+                "format": config.format,
+                "rule": config.rule,
+            }
+            found: list[TableRow] = []
+            if sensitivity is not None:
+                found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
+            found += [("replays", {**when, "n_modules": len(self._modules), **arm.row()}) for arm in arms]
+            return found
+
+        return rows
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._wanted.clear()
+        self.forget()
+        self._tell(f"no replay: {reason}")
+
+    def _fail(self, where: str, error: Exception) -> None:
+        self._guard.swallow(where, error)
+        self._give_up(f"{where} failed ({type(error).__name__})")
+
+    def _tell(self, detail: str) -> None:
+        about = detail.partition(":")[0]
+        if about not in self._told:
+            self._told.add(about)
+            self._on_event(EVENT, detail)
