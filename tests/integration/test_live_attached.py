@@ -9,6 +9,7 @@ import pytest
 from tests.attach_targets import MXPROBE, mxprobe, training, until
 
 
+@pytest.mark.slow
 def test_a_pid_leads_to_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="mxp-", dir="/tmp") as base, training(tmp_path) as trainer:
         monkeypatch.setenv("XDG_RUNTIME_DIR", base)

@@ -1,6 +1,8 @@
 """`mxprobe check`: what holds, what is breached, what cannot be checked; exit codes, JSON and JUnit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -157,3 +159,19 @@ def test_junit_tells_a_failure_from_what_was_not_measured(tmp_path: Path) -> Non
     assert [finding.status for finding in result.findings] == [Status.NOT_MEASURED]
     suite = ElementTree.fromstring(to_junit(result, "bare").encode())[0]
     assert (suite.get("failures"), suite.get("errors")) == ("0", "1")
+
+
+def test_reading_commands_need_no_torch(trace: Path) -> None:
+    """Traces are read on laptops."""
+    code = f"""
+import sys
+from click.testing import CliRunner
+from mxprobe.cli import main
+for arguments in (["check", {str(trace)!r}, "--set", "max_nmse=1"], ["compare", {str(trace)!r}, {str(trace)!r}],
+                  ["export", {str(trace)!r}, "--format", "csv"], ["live", {str(trace)!r}, "--once"], ["config", "show"]):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, (arguments, result.output, result.exception)
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
