@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
@@ -109,7 +110,8 @@ def _check(
     for m, name in enumerate(measured_a.modules):
         named[m] &= name in common
     modules = [measured_a.modules[m] for m in np.flatnonzero(named.any(axis=1))]
-    switched = _switched_on(measured_a, measured_b)
+    phase = _phase(measured_a, measured_b, named)
+    switched = _switched_on(measured_a, measured_b, phase)
     found = Counter(name for m, r in np.argwhere(named) if (name := switched.get((measured_a.modules[m], int(r)))))
     correction, n_on = found.most_common(1)[0] if found else ("", 0)
     facts = _Facts(decision, correction, tuple(dict.fromkeys(map(kind_of, modules))), n_on, int(named.sum()))
@@ -117,12 +119,13 @@ def _check(
         said = f"A's verdict is {PLAIN_WORDS[decision.verdict]}: there is no prediction to hold B against."
         return facts.to_check(Outcome.NOT_PREDICTED, said)
     if not correction:
-        return facts.to_check(Outcome.NOT_SWITCHED_ON, _not_switched_on(decision))
+        said = _not_switched_on(decision) + _not_exact_words(measured_b, phase, modules)
+        return facts.to_check(Outcome.NOT_SWITCHED_ON, said)
     predicted = _predicted(decision, measured_a, modules, switched)
     if predicted is None:
         said = f"B has {correction_words(correction)} on, which A did not score: nothing was predicted of it."
         return facts.to_check(Outcome.NOT_PREDICTED, said)
-    measured = _measured(a, b, alignment, modules)
+    measured = _measured(a, b, alignment, modules, phase)
     outcome = _outcome(predicted, measured)
     return facts.to_check(outcome, _words(outcome, facts, predicted, measured), predicted, measured)
 
@@ -147,23 +150,49 @@ class _Facts:
         )
 
 
-def _switched_on(a: Measured, b: Measured) -> dict[tuple[str, int], str]:
-    """(module, role index) -> the correction that B's recipe has and A's has not; KEEP where B no longer quantizes."""
+def _phase(a: Measured, b: Measured, named: npt.NDArray[np.bool_]) -> Phase:
+    """Where the named modules make an error in A, and both runs were seen: the rollout first."""
+    for phase in (Phase.ROLLOUT, Phase.TRAIN):
+        if phase in a.outputs and phase in b.outputs:
+            error = a.outputs[phase].realised(np.ones(a.n_clusters))[named.any(axis=1)]
+            if bool((np.nan_to_num(error) >= NEGLIGIBLE).any()):
+                return phase
+    return Phase.ROLLOUT
+
+
+def _switched_on(a: Measured, b: Measured, phase: Phase) -> dict[tuple[str, int], str]:
+    """(module, role index) -> the correction that B's recipe has and A's has not; KEEP where B no longer quantizes.
+
+    Only where one recipe reproduces B's outputs exactly: elsewhere the recipe is a best fit and says nothing. Going
+    back to the plain quantizer is no correction.
+    """
     found: dict[tuple[str, int], str] = {}
-    for phase in (Phase.TRAIN, Phase.ROLLOUT):
-        before, after = a.outputs.get(phase), b.outputs.get(phase)
-        if before is None or after is None:
-            continue
-        recipes_b = dict(zip(b.modules, after.recipes, strict=True))
-        for module, recipe_a in zip(a.modules, before.recipes, strict=True):
-            recipe_b = recipes_b.get(module, ("", ""))
-            for r, (side_a, side_b) in enumerate(zip(recipe_a, recipe_b, strict=True)):
-                if side_a in ("", "none") or side_b in ("", side_a):
-                    continue
-                name = KEEP if side_b == "none" else correction_of(side_b)
-                if name:
-                    found[module, r] = name
+    before, after = a.outputs.get(phase), b.outputs.get(phase)
+    if before is None or after is None:
+        return found
+    plain = f"rule:{a.operands.rule}" if a.operands else ""
+    recipes_b = {
+        module: recipe for module, recipe, exact in zip(b.modules, after.recipes, after.is_exact, strict=True) if exact
+    }
+    for module, recipe_a in zip(a.modules, before.recipes, strict=True):
+        recipe_b = recipes_b.get(module, ("", ""))
+        for r, (side_a, side_b) in enumerate(zip(recipe_a, recipe_b, strict=True)):
+            if side_a in ("", "none") or side_b in ("", side_a):
+                continue
+            name = KEEP if side_b == "none" else correction_of(side_b)
+            if name != plain:
+                found[module, r] = name
     return found
+
+
+def _not_exact_words(b: Measured, phase: Phase, modules: list[str]) -> str:
+    sums = b.outputs.get(phase)
+    exact = set() if sums is None else {m for m, is_exact in zip(b.modules, sums.is_exact, strict=True) if is_exact}
+    n_unknown = sum(module not in exact for module in modules)
+    if not n_unknown:
+        return ""
+    counted = f"{n_unknown} of {len(modules)} modules"
+    return f" In {counted} no known recipe reproduces B's outputs: what is on there cannot be told."
 
 
 def _predicted(
@@ -190,18 +219,16 @@ def _predicted(
     return gain_of(np.nansum(sums[0], axis=1), np.nansum(sums[1], axis=1), np.ones(now.shape[0]))
 
 
-def _measured(a: Trace, b: Trace, alignment: Alignment, modules: list[str]) -> Gain | None:
-    """Gain in the phase that A quantizes, rollout first; None where A's error is negligible in both."""
-    for phase in (Phase.ROLLOUT, Phase.TRAIN):
-        series = [_error_by_step(trace, steps, modules, phase) for trace, steps in ((a, alignment.a), (b, alignment.b))]
-        if any(values.size < 2 for values in series):
-            continue
-        level_a, level_b, ratio, low, high = ratio_of_levels(*series, paired=alignment.is_aligned)
-        if level_a < NEGLIGIBLE:
-            continue
-        n = min(values.size for values in series)
-        return Gain(1.0, 1.0, 1.0, n) if level_b < NEGLIGIBLE else Gain(1.0 - ratio, 1.0 - high, 1.0 - low, n)
-    return None
+def _measured(a: Trace, b: Trace, alignment: Alignment, modules: list[str], phase: Phase) -> Gain | None:
+    """Gain in that phase; None with too few steps, or where A's error is negligible."""
+    series = [_error_by_step(trace, steps, modules, phase) for trace, steps in ((a, alignment.a), (b, alignment.b))]
+    n = min(values.size for values in series)
+    if n < 2:
+        return None
+    level_a, level_b, ratio, low, high = ratio_of_levels(*series, paired=alignment.is_aligned)
+    if level_a < NEGLIGIBLE:
+        return None
+    return Gain(1.0, 1.0, 1.0, n) if level_b < NEGLIGIBLE else Gain(1.0 - ratio, 1.0 - high, 1.0 - low, n)
 
 
 def _error_by_step(trace: Trace, steps: Steps, modules: list[str], phase: Phase) -> pd.Series:

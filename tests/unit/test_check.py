@@ -168,7 +168,8 @@ import sys
 from click.testing import CliRunner
 from mxprobe.cli import main
 for arguments in (["check", {str(trace)!r}, "--set", "max_nmse=1"], ["compare", {str(trace)!r}, {str(trace)!r}],
-                  ["export", {str(trace)!r}, "--format", "csv"], ["live", {str(trace)!r}, "--once"], ["config", "show"]):
+                  ["export", {str(trace)!r}, "--format", "csv"], ["live", {str(trace)!r}, "--once"],
+                  ["config", "show"]):
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, (arguments, result.output, result.exception)
 assert "torch" not in sys.modules

@@ -106,6 +106,42 @@ def test_outcomes(tmp_path: Path, name: str, left: float, outcome: Outcome) -> N
     assert ("which A's verdict did not name" in check.text) == (name in ("mxfp4+mbs:128", "none"))
 
 
+def test_a_best_fit_that_is_not_exact_is_no_correction(tmp_path: Path) -> None:
+    """Stale or wrong weights: some recipe always fits best, and says nothing."""
+
+    def inexact(tables: dict[str, pd.DataFrame]) -> None:
+        recipe("mxfp4+ceil", 1.5)(tables)
+        tables["outputs"]["exact"] = tables["outputs"]["phase"] != "rollout"
+
+    check = compared(tmp_path, inexact).prediction
+    assert check.outcome is Outcome.NOT_SWITCHED_ON
+    assert "no known recipe reproduces B's outputs" in check.text
+
+
+def test_what_changes_in_the_other_phase_is_no_correction(tmp_path: Path) -> None:
+    """A trains in MXFP4, too; B trains in high precision, its rollout is as before."""
+
+    def train_in_mxfp4(tables: dict[str, pd.DataFrame]) -> None:
+        rows = tables["outputs"]
+        train = (rows["phase"] == "train").to_numpy()
+        for column in ("recipe_x", "recipe_w"):
+            rows[column] = np.where(train, "mxfp4+rceil", rows[column].astype(str))
+        for column in ("realised2", "predicted2"):
+            rows[column] = np.where(train, 0.25 * rows["ref2"], rows[column])
+
+    a = open_trace(run(tmp_path / "a.mxprobe", train_in_mxfp4))
+    assert compare(a, open_trace(first_run())).prediction.outcome is Outcome.NOT_SWITCHED_ON
+
+
+def test_going_back_to_the_plain_quantizer_is_no_correction(tmp_path: Path) -> None:
+    a = open_trace(run(tmp_path / "a.mxprobe", recipe("mxfp4+of:0.5", 0.25)))
+    found = compare(a, open_trace(first_run()))
+    assert found.prediction.outcome is Outcome.NOT_SWITCHED_ON
+    assert ("recipe in rollout", "mxfp4+of:0.5 in 7", "mxfp4+rceil in 7") in {
+        (change.name, change.a, change.b) for change in found.config
+    }
+
+
 def test_half_of_the_modules_corrected_is_predicted_as_such(tmp_path: Path) -> None:
     """B has it on in the attention alone; the prediction is put together from what is on, not from the whole."""
 
