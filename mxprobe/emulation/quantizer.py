@@ -22,9 +22,9 @@ from .operand import Operand
 def quantize(x: torch.Tensor, operand: Operand, *, dim: int, salt: int = 0) -> torch.Tensor:
     """x as its GEMM receives it: quantized and dequantized in blocks along `dim`, shaped and typed like x.
 
-    x: floating point, any shape (2-D for square blocks). `salt` selects the draw of stochastic rounding, which is
-    a function of salt, position and value alone, so that recomputed activations are rounded alike and no random
-    generator is touched. Records nothing for autograd.
+    x: floating point, any shape; square blocks take all axes but the last as rows. `salt` selects the draw of
+    stochastic rounding, which is a function of salt, position and value alone, so that recomputed activations are
+    rounded alike and no random generator is touched. Records nothing for autograd.
     """
     if operand.is_high_precision:
         return x.detach()
@@ -67,10 +67,11 @@ def _corrected(x: torch.Tensor, corrections: tuple[Correction, ...], rule: Rule,
 
 
 def _square(x: torch.Tensor, operand: Operand, format: Format, salt: int) -> torch.Tensor:
-    """[R, C] in B x B tiles; ragged edges are padded with zeros, which change no scale."""
+    """[..., C] as [R, C] in B x B tiles; ragged edges are padded with zeros, which change no scale."""
     block = format.block
-    n_rows, n_columns = x.shape
-    padded = F.pad(x, (0, -n_columns % block, 0, -n_rows % block))
+    rows = x.reshape(-1, x.shape[-1])
+    n_rows, n_columns = rows.shape
+    padded = F.pad(rows, (0, -n_columns % block, 0, -n_rows % block))
     tiles = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
     tile_format = replace(format, block=block * block)
     flat = tiles.reshape(*tiles.shape[:2], block * block)
@@ -78,7 +79,7 @@ def _square(x: torch.Tensor, operand: Operand, format: Format, salt: int) -> tor
         q = _stochastic(flat, tile_format, operand.rule, -1, salt)
     else:
         q, _ = quantize_dequantize(flat, format=tile_format, rule=operand.rule, dim=-1)
-    return q.reshape(tiles.shape).transpose(1, 2).reshape(padded.shape)[:n_rows, :n_columns]
+    return q.reshape(tiles.shape).transpose(1, 2).reshape(padded.shape)[:n_rows, :n_columns].reshape(x.shape)
 
 
 def _stochastic(x: torch.Tensor, format: Format, rule: Rule, dim: int, salt: int) -> torch.Tensor:

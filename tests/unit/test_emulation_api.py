@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import mxprobe
-from mxprobe.emulation import Recipe, active
+from mxprobe.emulation import NAMED_RECIPES, Recipe, active
 from mxprobe.emulation.linear import Plan, emulated_linear
 from mxprobe.errors import UsageError
 
@@ -373,3 +373,26 @@ def test_hooks_see_the_unquantized_operands(model: Model) -> None:
     assert seen[0] is x
     assert seen[1] is layer.weight
     assert seen[2] is y
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [*NAMED_RECIPES, "all=mxfp4+sr", "all=mxfp4+2d", "all=mxfp4+sr+2d", "fwd=mxfp4+had:32+of:0.5 wgrad=mxfp4+mbs:128"],
+)
+def test_every_shape_and_dtype_that_a_linear_takes(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 64), nn.SiLU(), nn.Linear(64, 8))
+    with mxprobe.emulate(model, recipe):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            model.to(dtype)
+            for shape in ((40,), (0, 40), (2, 0, 40), (1, 40), (2, 3, 4, 40)):
+                x = torch.randn(shape, dtype=dtype, requires_grad=True)
+                y = model(x)
+                y.sum().backward()
+                assert (y.shape, y.dtype) == ((*shape[:-1], 8), dtype)
+                assert x.grad is not None
+                assert x.grad.shape == x.shape
+                assert y.isfinite().all()
+                assert x.grad.isfinite().all()
+            with torch.inference_mode():
+                assert model(torch.randn(3, 40, dtype=dtype)).isfinite().all()
