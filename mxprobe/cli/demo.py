@@ -1,15 +1,19 @@
-"""`mxprobe demo`: a real GRPO run, attached live, ending in a report and a verdict."""
+"""`mxprobe demo`: a real GRPO run, attached live, judged; then again with the advice followed, and compared."""
 
 from __future__ import annotations
 
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mxprobe.demo.runner import PROBE_EVERY, STEPS, WHAT_RUNS, DemoPaths, Scenario, Step, record, require_trl
 from mxprobe.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @click.command("demo")
@@ -21,19 +25,22 @@ from mxprobe.errors import UsageError
     help="What the training job runs.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training job.")
+@click.option("--once", is_flag=True, help="Do not run again with the recommended correction.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory to write (must not exist yet).")
-def command(scenario: str, seed: int, output: Path | None) -> None:
+def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
     """Train a tiny Qwen3 with TRL's GRPO on the CPU, attach to it from outside, report, recommend.
 
-    The job is a plain Python script in a process of its own. Takes about two minutes.
+    Where a correction is recommended, the job runs a second time, same seed, with the recommended code applied, and
+    the two are compared. The job is a plain Python script in a process of its own. Takes one to three minutes.
     """
     require_trl()
-    from mxprobe.cli.recommend import show
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from mxprobe.attribution import recommend
+    from mxprobe.cli import compare as compare_command
+    from mxprobe.cli.recommend import show
+    from mxprobe.comparison import compare
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
 
@@ -48,6 +55,34 @@ def command(scenario: str, seed: int, output: Path | None) -> None:
     started = time.monotonic()
     status.print(f"[bold]mxprobe demo[/] · {chosen}: {WHAT_RUNS[chosen]} · seed {seed}")
     status.print(f"starting a GRPO run of {STEPS} steps (TRL, tiny Qwen3, CPU) in its own process …")
+    _record_with_progress(chosen, paths, status, seed=seed, apply=None)
+
+    trace = open_trace(paths.trace)
+    recommendation = recommend(trace)
+    write_report(trace, recommendation, paths.report)
+    show(recommendation)
+
+    snippet = recommendation.snippet
+    if recommendation.chosen and snippet is not None and snippet.language == "python" and not once:
+        paths.correction.write_text(snippet.text)
+        paths.second.directory.mkdir()
+        status.print(f"\n[bold]again[/], same seed, with that code applied ({escape(str(paths.correction))}) …")
+        _record_with_progress(chosen, paths.second, status, seed=seed, apply=paths.correction)
+        corrected = open_trace(paths.second.trace)
+        write_report(corrected, recommend(corrected), paths.second.report)
+        compare_command.show(compare(trace, corrected))
+
+    written = [paths.trace, paths.report, paths.second.trace, paths.second.report]
+    status.print("\nwritten " + escape("\n        ".join(str(path) for path in written if path.exists())))
+    status.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
+
+
+def _record_with_progress(
+    scenario: Scenario, paths: DemoPaths, status: Console, *, seed: int, apply: Path | None
+) -> None:
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -59,20 +94,12 @@ def command(scenario: str, seed: int, output: Path | None) -> None:
         task = progress.add_task("training", total=STEPS, reward=float("nan"), entropy=float("nan"))
 
         def on_attached(pid: int) -> None:
-            progress.console.print(
-                f"attaching: mxprobe attach {pid} --every {PROBE_EVERY} -o {escape(str(paths.trace))}"
-            )
+            trace = escape(str(paths.trace))
+            progress.console.print(f"attaching: mxprobe attach {pid} --every {PROBE_EVERY} -o {trace}")
             progress.update(task, description="attached")
 
         def on_step(step: Step) -> None:
             progress.update(task, completed=step.step, reward=step.reward, entropy=step.entropy)
 
-        record(chosen, paths, seed=seed, on_attached=on_attached, on_step=on_step)
+        record(scenario, paths, seed=seed, apply=apply, on_attached=on_attached, on_step=on_step)
         progress.update(task, description="detached", completed=STEPS)
-
-    trace = open_trace(paths.trace)
-    recommendation = recommend(trace)
-    write_report(trace, recommendation, paths.report)
-    show(recommendation)
-    status.print(f"\ntrace   {escape(str(paths.trace))}\nreport  {escape(str(paths.report))}")
-    status.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")

@@ -7,6 +7,7 @@ can be planted at the inputs of q/k/v/gate/up.
 
     python job.py --out DIR                                    high precision throughout
     python job.py --out DIR --outliers 32 --rollout mxfp4      reward stalls near 0.5
+    ... --apply FILE                                           calls FILE's enable(model) before the trainer is built
 
 Writes DIR/metrics.jsonl (one line per step, as it trains) and DIR/result.json (hash of the final parameters).
 """
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import random
+import runpy
 import time
 from pathlib import Path
 
@@ -42,7 +44,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 BLOCK = 32
-RECIPES = ("none", "mxfp4", "mxfp4+of", "stale")
+RECIPES = ("none", "mxfp4", "stale")
 VOCABULARY = ["<pad>", "<eos>", "<bos>", "<unk>", *"0123456789+-=:#abcdefghijklmnopqrstuvwxyz "]
 
 
@@ -62,13 +64,12 @@ class FakeQuantize(torch.autograd.Function):
     """Q(x) forward, identity backward (straight-through)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, recipe: str) -> Tensor:
-        q = mxfp4(x)
-        return q + 0.5 * mxfp4(x - q) if recipe == "mxfp4+of" else q
+    def forward(ctx, x: Tensor) -> Tensor:
+        return mxfp4(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
 
 
 def emulate(model: nn.Module, *, train: str, rollout: str) -> None:
@@ -82,7 +83,7 @@ def emulate(model: nn.Module, *, train: str, rollout: str) -> None:
             if "engine_weight" not in self.__dict__:
                 self.__dict__["engine_weight"] = mxfp4(self.weight.detach()).clone()
             return F.linear(mxfp4(x), self.__dict__["engine_weight"], self.bias)
-        return F.linear(FakeQuantize.apply(x, recipe), FakeQuantize.apply(self.weight, recipe), self.bias)
+        return F.linear(FakeQuantize.apply(x), FakeQuantize.apply(self.weight), self.bias)
 
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -191,7 +192,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--outliers", type=float, default=0.0, help="gain of one channel per block (0: none)")
     parser.add_argument("--rollout", choices=RECIPES, default="none")
-    parser.add_argument("--train", choices=RECIPES[:3], default="none")
+    parser.add_argument("--train", choices=RECIPES[:2], default="none")
+    parser.add_argument("--apply", type=Path, help="Python file whose enable(model) is called on the model")
     return parser.parse_args()
 
 
@@ -205,6 +207,8 @@ def main() -> None:
     if options.outliers:
         plant_outliers(model, options.outliers)
     emulate(model, train=options.train, rollout=options.rollout)
+    if options.apply:
+        runpy.run_path(str(options.apply))["enable"](model)
 
     config = GRPOConfig(
         output_dir=str(options.out),

@@ -79,6 +79,15 @@ class DemoPaths:
     def report(self) -> Path:
         return self.directory / "report.html"
 
+    @property
+    def correction(self) -> Path:
+        """The snippet that the verdict came with, as the second run applies it."""
+        return self.directory / "correction.py"
+
+    @property
+    def second(self) -> DemoPaths:
+        return DemoPaths(self.directory / "corrected")
+
 
 def require_trl() -> None:
     """UsageError when the training library of the demo is not installed."""
@@ -90,14 +99,20 @@ def require_trl() -> None:
         )
 
 
-def job_command(scenario: Scenario, *, seed: int, out: Path, steps: int = STEPS) -> list[str]:
-    """The command line of the training job: a plain script that imports nothing of mxprobe."""
+def job_command(
+    scenario: Scenario, *, seed: int, out: Path, steps: int = STEPS, apply: Path | None = None
+) -> list[str]:
+    """The command line of the training job: a plain script that imports nothing of mxprobe.
+
+    `apply` is a Python file whose `enable(model)` the job calls, e.g. the snippet of a recommendation.
+    """
     script = Path(__file__).with_name("job.py")
     return [
         sys.executable,
         str(script),
         *("--out", str(out), "--steps", str(steps), "--seed", str(seed)),
         *JOB_OPTIONS[scenario],
+        *(("--apply", str(apply)) if apply else ()),
     ]
 
 
@@ -134,6 +149,7 @@ def record(
     paths: DemoPaths,
     *,
     seed: int,
+    apply: Path | None = None,
     on_attached: Callable[[int], None],
     on_step: Callable[[Step], None],
 ) -> None:
@@ -143,7 +159,7 @@ def record(
     step of the job. Raises MxprobeError, with the end of the log that explains it, when job or attach fail.
     """
     metrics = paths.job / "metrics.jsonl"
-    command = job_command(scenario, seed=seed, out=paths.job)
+    command = job_command(scenario, seed=seed, out=paths.job, apply=apply)
     with running(command, paths.job_log) as job:
         _follow(metrics, job, paths.job_log, until_step=1, on_step=on_step)
         attach = [sys.executable, "-m", "mxprobe", "attach", str(job.pid), "-o", str(paths.trace)]

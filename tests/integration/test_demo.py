@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from mxprobe.demo.runner import DETACH_AT, STEPS, DemoPaths, Scenario, job_command, read_steps
 from mxprobe.trace import open_trace
 
@@ -28,8 +29,8 @@ class DemoRun:
     recommendation: dict[str, Any]
 
 
-def run_demo(scenario: Scenario, seed: int, directory: Path) -> DemoRun:
-    done = mxprobe("demo", "--scenario", scenario, "--seed", str(seed), "-o", str(directory))
+def run_demo(scenario: Scenario, seed: int, directory: Path, *options: str) -> DemoRun:
+    done = mxprobe("demo", "--scenario", scenario, "--seed", str(seed), "-o", str(directory), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     paths = DemoPaths(directory)
     recommended = mxprobe("recommend", str(paths.trace), "--json")
@@ -49,7 +50,7 @@ def check_verdict(run: DemoRun, scenario: Scenario) -> None:
     else:
         assert answer["verdict"] in ("enable", "undecided")
         assert answer["component"] == "deadzone"
-        groups = {(group["module_kind"], group["role"]) for group in answer["where"]}
+        groups = {(group["kind"], group["role"]) for group in answer["where"]["groups"]}
         assert groups == {(f"{kind}_proj", "x_fwd") for kind in ("q", "k", "v", "gate", "up")}
         assert answer["chosen"][0] in ("of:0.5", "of:1.0")
 
@@ -61,19 +62,54 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
 
 def test_outliers(outliers: DemoRun) -> None:
     check_verdict(outliers, Scenario.OUTLIERS)
-    assert str(outliers.paths.report) in outliers.stdout or outliers.paths.report.stat().st_size > 100_000
+    assert outliers.recommendation["headline"].split()[0] in outliers.stdout
+    assert outliers.paths.report.stat().st_size > 1_000_000  # plotly.js and the data are inside
+
+
+def test_following_the_advice_does_what_was_predicted(outliers: DemoRun) -> None:
+    compared = mxprobe("compare", str(outliers.paths.trace), str(outliers.paths.second.trace), "--json")
+    assert compared.returncode == 0, compared.stderr
+    answer = json.loads(compared.stdout)
+    assert answer["prediction"]["outcome"] in ("as_predicted", "more"), answer["prediction"]
+    rewards = [
+        sum(step.reward for step in read_steps(paths.job / "metrics.jsonl")[-25:]) / 25
+        for paths in (outliers.paths, outliers.paths.second)
+    ]
+    assert rewards[1] > rewards[0] + 0.1
+
+
+@pytest.mark.browser
+def test_page_of_the_demo_holds_data(outliers: DemoRun) -> None:
+    from playwright.sync_api import sync_playwright
+
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page(viewport={"width": 1440, "height": 1080})
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(outliers.paths.report.as_uri())
+        page.wait_for_selector(".js-plotly-plot .main-svg")
+        drawn = page.evaluate("[...document.querySelectorAll('.js-plotly-plot')].filter(c => c.data?.length).length")
+        browser.close()
+    assert complaints == []
+    assert drawn >= 6
 
 
 @pytest.mark.parametrize("scenario", [Scenario.HEALTHY, Scenario.STALE])
 def test_other_scenarios(scenario: Scenario, tmp_path: Path) -> None:
-    check_verdict(run_demo(scenario, 0, tmp_path / scenario), scenario)
+    run = run_demo(scenario, 0, tmp_path / scenario)
+    check_verdict(run, scenario)
+    assert not run.paths.second.directory.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("scenario", list(Scenario))
 def test_more_seeds(scenario: Scenario, seed: int, tmp_path: Path) -> None:
-    check_verdict(run_demo(scenario, seed, tmp_path / scenario), scenario)
+    check_verdict(run_demo(scenario, seed, tmp_path / scenario, "--once"), scenario)
 
 
 def test_training_is_bit_identical_with_and_without_attach(outliers: DemoRun, tmp_path: Path) -> None:
