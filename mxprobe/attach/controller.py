@@ -7,21 +7,18 @@ trace is closed properly whatever happens.
 
 import queue
 import secrets
-import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mxprobe.attach.archive import write_archive
 from mxprobe.attach.entry import QUEUEING, Entry, enter, unmap_statements
 from mxprobe.attach.process import Process, check_attachable, main_thread_activity
-from mxprobe.attach.progress import Progress
-from mxprobe.attach.recorder import TraceRecorder, check_free
+from mxprobe.attach.recorder import RunTrace, TraceRecorder
 from mxprobe.attach.refusals import refuse
 from mxprobe.attach.rundir import RunDirectory
 from mxprobe.attach.server import (
@@ -31,8 +28,8 @@ from mxprobe.attach.server import (
     ClientAsked,
     ControlServer,
     Event,
+    Interrupted,
     Peer,
-    Signalled,
     WriteFailed,
 )
 from mxprobe.errors import AttachError, MxprobeError
@@ -46,18 +43,14 @@ _OBSERVE_MARGIN_S = 15.0
 _LEAVE_TIMEOUT_S = 60.0
 _GOODBYE_S = 5.0
 _EXIT_GRACE_S = 2.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class AttachOptions:
-    """What `mxprobe attach` was asked for."""
+class Saying(Protocol):
+    """Where a controller tells what it does: `say` for good, `show` for now."""
 
-    directory: Path
-    config: AgentConfig = field(default_factory=AgentConfig)
-    duration_s: float | None = None
-    """Leave after so long; None means until told to."""
-    command_line: Sequence[str] = ()
+    def say(self, text: str) -> None: ...
+
+    def show(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,25 +62,43 @@ class Outcome:
     directory: Path
     n_rows: int
     steps: int | None
+    name: str = ""
+    """Of the process among those of a group."""
 
 
 class Controller:
-    """`run` does it all, in the calling thread. Signals end it in order when that is the main thread."""
+    """`run` does it all, in the calling thread; `interrupt` ends it in order, from any other.
+
+    Args:
+        process: whom to attach to.
+        config: what the agent is to do.
+        trace: where its rows go; stays open.
+        progress: told what happens.
+        duration_s: leave after so long; None means until told to.
+        via: the only way in to use; None means the first that is open.
+        on_attached: called when recording begins.
+    """
 
     def __init__(
         self,
         process: Process,
-        options: AttachOptions,
-        progress: Progress,
+        config: AgentConfig,
+        trace: RunTrace,
+        progress: Saying,
         *,
+        duration_s: float | None = None,
+        via: str | None = None,
         on_attached: Callable[[], None] = lambda: None,
     ) -> None:
         self._process = process
-        self._options = options
+        self._config = config
+        self._directory = trace.directory
+        self._duration_s = duration_s
+        self._via = via
         self._progress = progress
         self._on_attached = on_attached
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._recorder = TraceRecorder(options.directory)
+        self._recorder = TraceRecorder(trace, process.pid)
         self._phase = "entering"
         self._entry: Entry | None = None
         self._agent: Peer | None = None
@@ -106,45 +117,46 @@ class Controller:
     def run(self) -> Outcome:
         """Attach, record, detach. AttachError if it did not come to recording; TraceError if the disk refused."""
         check_attachable(self._process)
-        check_free(self._options.directory)
         run_directory = RunDirectory.create(self._process)
         server: ControlServer | None = None
         try:
-            with self._signals():
-                token = secrets.token_hex(16)
-                server = ControlServer(
-                    run_directory.control_socket,
-                    token=token,
-                    pid=self._process.pid,
-                    events=self._events,
-                    on_batch=self._recorder.write,
-                )
-                try:
-                    self._get_in(run_directory, token)
-                    self._observe(run_directory)
-                except AttachError:
-                    self._let_go()
-                    raise
-                self._record()
-                self._leave()
-                return self._finish()
+            token = secrets.token_hex(16)
+            server = ControlServer(
+                run_directory.control_socket,
+                token=token,
+                pid=self._process.pid,
+                events=self._events,
+                on_batch=self._recorder.write,
+            )
+            try:
+                self._get_in(run_directory, token)
+                self._observe(run_directory)
+            except AttachError:
+                self._let_go()
+                raise
+            self._record()
+            self._leave()
+            return self._finish()
         finally:
-            self._recorder.close(self._ending or "failed")
+            self._recorder.end(self._ending or "failed")
             self._answer_the_end()
             if self._agent is not None:
                 self._agent.close()
             if server is not None:
                 server.close()
             run_directory.close()
-            self._progress.close()
+
+    def interrupt(self) -> None:
+        """Leave at the next step; a second time: at once."""
+        self._events.put(Interrupted())
 
     # Phases
 
     def _get_in(self, run_directory: RunDirectory, token: str) -> None:
-        pid, patience_s = self._process.pid, self._options.config.step_timeout_s
+        pid, patience_s = self._process.pid, self._config.step_timeout_s
         write_archive(run_directory.archive)
         started = time.monotonic()
-        entry = self._entry = enter(self._process, run_directory, token)
+        entry = self._entry = enter(self._process, run_directory, token, via=self._via)
 
         def say_queued() -> None:
             if time.monotonic() - started > 1.0:
@@ -160,7 +172,7 @@ class Controller:
 
     def _observe(self, run_directory: RunDirectory) -> None:
         self._phase = "observing"
-        pid, config = self._process.pid, self._options.config
+        pid, config = self._process.pid, self._config
         self._say_to_agent({"verb": "attach", "config": config.to_json()})
         self._unmap_statement(run_directory)
         waiting = f"process {pid} has the agent; waiting for its next optimizer step or generation"
@@ -185,14 +197,12 @@ class Controller:
 
     def _record(self) -> None:
         self._phase = "recording"
-        attached, process, options = self._attached or {}, self._process, self._options
+        attached, process = self._attached or {}, self._process
         self._started_ns = time.time_ns()
         hello = {key: value for key, value in self._hello.items() if key not in ("verb", "token", "argv")}
-        self._recorder.rank = int(hello.get("rank") or 0)
         self._recorder.update_run(
             target={**hello, "pid": process.pid, "cmdline": list(process.command_line)},
-            config=options.config.to_json(),
-            command_line=list(options.command_line),
+            config=self._config.to_json(),
             started_ns=self._started_ns,
             role=attached.get("role"),
             roots=attached.get("roots"),
@@ -201,10 +211,10 @@ class Controller:
         self._recorder.open()
         self._progress.say(
             f"attached to {process.pid} ({process.name}) by {self._mechanism}"
-            f", role {attached.get('role', 'unknown')}; writing {options.directory}"
+            f", role {attached.get('role', 'unknown')}; writing {self._directory}"
         )
         self._on_attached()
-        self._until(lambda: self._ending is not None, options.duration_s, self._show_recording)
+        self._until(lambda: self._ending is not None, self._duration_s, self._show_recording)
         self._ending = self._ending or "duration"
 
     def _leave(self) -> None:
@@ -227,11 +237,11 @@ class Controller:
         detached = {key: value for key, value in (self._detached or {}).items() if key != "verb"}
         self._recorder.update_run(agent={**self._agent_status, **detached})
         reason = self._ending or "detached"
-        self._recorder.close(reason)
+        self._recorder.end(reason)
         if self._error is not None:
             raise self._error
         steps = detached.get("steps")
-        return Outcome(reason, self._options.directory, self._recorder.n_rows, steps)
+        return Outcome(reason, self._directory, self._recorder.n_rows, steps)
 
     # Events
 
@@ -258,6 +268,7 @@ class Controller:
         match event:
             case AgentHello(agent, frame):
                 self._agent, self._hello = agent, frame
+                self._recorder.claim_rank(_rank_in(frame))
             case AgentSaid(frame):
                 self._hear(frame)
             case AgentGone(detail):
@@ -270,7 +281,7 @@ class Controller:
                 self._end("write_failed", str(error))
             case ClientAsked(client, verb):
                 self._serve_client(client, verb)
-            case Signalled(_):
+            case Interrupted():
                 self._hurry = self._ending is not None and self._phase == "leaving"
                 self._end("interrupted", "")
 
@@ -300,7 +311,7 @@ class Controller:
             return refuse("exited", pid, "while it was being attached")
         if reason == "detached":
             reason = "interrupted"
-        return refuse(reason, pid, self._ending_detail, seconds=self._options.config.step_timeout_s)
+        return refuse(reason, pid, self._ending_detail, seconds=self._config.step_timeout_s)
 
     def _check_target(self) -> None:
         if self._agent is None and self._phase != "entering":
@@ -358,7 +369,7 @@ class Controller:
                 {
                     "verb": "detached",
                     "reason": self._ending,
-                    "directory": str(self._options.directory.absolute()),
+                    "directory": str(self._directory.absolute()),
                     "n_rows": self._recorder.n_rows,
                     "steps": (self._detached or {}).get("steps"),
                     "recorded": self._started_ns > 0,
@@ -369,11 +380,12 @@ class Controller:
         """What `mxprobe status` shows. `agent` is what the agent last said of itself."""
         return {
             "pid": self._process.pid,
+            "rank": self._recorder.rank,
             "name": self._process.name,
             "phase": self._phase,
             "mechanism": self._mechanism,
             "role": (self._attached or {}).get("role"),
-            "directory": str(self._options.directory.absolute()),
+            "directory": str(self._directory.absolute()),
             "attached_s": (time.time_ns() - self._started_ns) / 1e9 if self._started_ns else None,
             "last_step": self._recorder.last_step,
             "n_batches": self._recorder.n_batches,
@@ -390,15 +402,7 @@ class Controller:
         step = "" if self._recorder.last_step is None else f" · step {self._recorder.last_step}"
         self._progress.show(f"recording {self._process.pid}{step} · {self._recorder.n_rows} rows · {seconds:.0f} s")
 
-    @contextmanager
-    def _signals(self) -> Generator[None]:
-        """Signals become events (SimpleQueue.put may be called in a handler), and are as before afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, lambda n, _: self._events.put(Signalled(n))) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+def _rank_in(hello: Frame) -> int:
+    rank = str(hello.get("rank", ""))
+    return int(rank) if rank.isdecimal() else 0

@@ -39,7 +39,7 @@ class Entry:
     pause_ms: float
 
 
-def enter(process: Process, run_directory: RunDirectory, token: str) -> Entry:
+def enter(process: Process, run_directory: RunDirectory, token: str, *, via: str | None = None) -> Entry:
     """Hand the agent over. AttachError with the reason where neither way is open.
 
     Returning means that the process was asked; that the agent runs is known from its hello alone.

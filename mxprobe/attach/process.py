@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxprobe.attach.refusals import refuse
+from mxprobe.errors import AttachError
 
 # x86_64 system calls in which a training process is usually found waiting.
 _SYSCALLS = {
@@ -46,6 +47,7 @@ class Process:
     pid: int
     start_ticks: int
     state: str
+    parent_pid: int
     uid: int
     tracer_pid: int
     inner_pid: int
@@ -100,12 +102,35 @@ def look_up(pid: int) -> Process:
         pid=pid,
         start_ticks=start_ticks,
         state=state,
+        parent_pid=int(status["PPid"][0]),
         uid=int(status["Uid"][1]),
         tracer_pid=int(status["TracerPid"][0]),
         inner_pid=int(status.get("NSpid", [str(pid)])[-1]),
         command_line=command_line or (status["Name"][0],),
         environ=_environ(proc),
     )
+
+
+def own_processes() -> list[Process]:
+    """Every live process of this user, by PID. Those that end meanwhile are left out."""
+    found: list[Process] = []
+    for entry in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            process = look_up(entry)
+        except AttachError:
+            continue
+        if process.uid == os.geteuid():
+            found.append(process)
+    return found
+
+
+def is_python(process: Process) -> bool:
+    """True if it runs a Python interpreter, by the name of its executable or of a library it has mapped."""
+    try:
+        name = os.path.basename(os.readlink(f"/proc/{process.pid}/exe"))
+        return name.startswith("python") or "/libpython" in Path("/proc", str(process.pid), "maps").read_text()
+    except OSError:
+        return False
 
 
 def check_attachable(process: Process) -> None:

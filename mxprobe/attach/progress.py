@@ -1,6 +1,7 @@
 """What an attach says while it runs, on stderr: a live line on a terminal, else a line when something changes."""
 
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
@@ -55,3 +56,55 @@ class Progress:
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):  # the terminal may be gone; the recording goes on
             print(text, file=self._stream, flush=True)
+
+
+class Board:
+    """One `Progress` for several speakers in threads of their own: lasting lines carry the speaker's name, the live
+    line is that of the one who has waited longest to be shown."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._turns: dict[str, int] = {}
+        self._turn = 0
+
+    def of(self, name: str) -> "Speaker":
+        return Speaker(self, name)
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._progress.say(text)
+
+    def show(self, name: str, text: str) -> None:
+        with self._lock:
+            self._turns.setdefault(name, 0)
+            if self._turns[name] == min(self._turns.values()):
+                self._turn += 1
+                self._turns[name] = self._turn
+                self._progress.show(text)
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._turns.pop(name, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._progress.close()
+
+
+class Speaker:
+    """One voice on a board. Without a name its lines stand as they are."""
+
+    def __init__(self, board: Board, name: str) -> None:
+        self._board = board
+        self._name = name
+
+    def say(self, text: str) -> None:
+        self._board.forget(self._name)
+        self._board.say(self._named(text))
+
+    def show(self, text: str) -> None:
+        self._board.show(self._name, self._named(text))
+
+    def _named(self, text: str) -> str:
+        return f"{self._name}: {text}" if self._name else text

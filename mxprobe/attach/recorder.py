@@ -1,7 +1,8 @@
-"""What the controller writes: the trace's tables and its `run.json`. Opened with the first thing worth keeping."""
+"""What the controllers write: one trace, a partition per process, and `run.json`, which lists them as `ranks`."""
 
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from mxprobe.metrics import canonicalize
 from mxprobe.protocol import Frame
 from mxprobe.trace import TraceWriter
 from mxprobe.trace.layout import looks_like_trace
+
+# Of one process, and the same for all; at the top level of `run.json` only.
+_SHARED = ("config", "command_line", "started_ns")
 
 
 def check_free(directory: Path) -> None:
@@ -24,31 +28,115 @@ def check_free(directory: Path) -> None:
         )
 
 
-class TraceRecorder:
-    """Counts what it writes. A refused attach never opens the trace, and so leaves no directory behind."""
+class RunTrace:
+    """The trace that the controllers of a run share. Safe to share between threads.
 
-    def __init__(self, directory: Path) -> None:
+    Opened with the first thing worth keeping: refused attaches leave no directory behind. Closed when the last
+    process is done with.
+
+    Args:
+        directory: of the trace.
+        pids: the processes that will be `done` with.
+        run: facts for `run.json` that are no single process's.
+    """
+
+    def __init__(self, directory: Path, pids: Iterable[int], run: Mapping[str, Any]) -> None:
         self.directory = directory
-        self.rank = 0
-        self.n_batches = 0
-        self.n_rows = 0
-        self.last_step: int | None = None
+        self._pids = set(pids)
+        self._run = dict(run)
+        self._ranks: dict[int, dict[str, Any]] = {}
+        self._refused: dict[int, dict[str, Any]] = {}
+        self._partitions: dict[int, int] = {}
         self._writer: TraceWriter | None = None
-        self._run: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
-    def update_run(self, **fields: Any) -> None:
-        """Fields of `run.json`; kept until the trace is open."""
+    def claim(self, pid: int, wanted: int) -> int:
+        """The partition of a process: the rank it says it has, or the next free number where that is taken."""
         with self._lock:
-            self._run.update(fields)
-            if self._writer is not None:
-                self._writer.update_run(**fields)
+            if pid not in self._partitions:
+                taken = set(self._partitions.values())
+                free = next(n for n in range(len(taken) + 1) if n not in taken)
+                self._partitions[pid] = free if wanted in taken else wanted
+            return self._partitions[pid]
 
     def open(self) -> TraceWriter:
         with self._lock:
             if self._writer is None:
-                self._writer = TraceWriter(self.directory, self._run)
+                self._writer = TraceWriter(self.directory, self._facts())
             return self._writer
+
+    def set_rank(self, rank: int, facts: Mapping[str, Any]) -> None:
+        """What is known of an attached process; those of the lowest rank are also at the top level."""
+        with self._lock:
+            self._ranks[rank] = dict(facts)
+            self._update()
+
+    def refuse(self, pid: int, *, reason: str, what: str) -> None:
+        """A process that could not be attached; told in `run.json` if others were."""
+        with self._lock:
+            self._partitions.pop(pid, None)
+            self._refused[pid] = {"reason": reason, "what": what}
+            self._update()
+        self.done(pid)
+
+    def done(self, pid: int) -> None:
+        """Nothing more comes from that process."""
+        with self._lock:
+            self._pids.discard(pid)
+            if self._pids:
+                return
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _update(self) -> None:
+        if self._writer is not None:
+            self._writer.update_run(**self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        ranks = [{"rank": rank, **_of_one(facts)} for rank, facts in sorted(self._ranks.items())]
+        first = self._ranks[min(self._ranks)] if self._ranks else {}
+        refused = [{"pid": pid, **why} for pid, why in sorted(self._refused.items())]
+        return {**self._run, **first, "ranks": ranks, **({"refused": refused} if refused else {})}
+
+
+def _of_one(facts: Mapping[str, Any]) -> dict[str, Any]:
+    target = facts.get("target", {})
+    kept = {key: value for key, value in facts.items() if key not in (*_SHARED, "target")}
+    return {"pid": target.get("pid"), "torch": target.get("torch"), **kept}
+
+
+class TraceRecorder:
+    """One process's share of a trace. Counts what it writes."""
+
+    def __init__(self, trace: RunTrace, pid: int) -> None:
+        self.rank = 0
+        self.n_batches = 0
+        self.n_rows = 0
+        self.last_step: int | None = None
+        self._trace = trace
+        self._pid = pid
+        self._facts: dict[str, Any] = {}
+        self._opened = False
+        self._lock = threading.Lock()
+
+    def claim_rank(self, wanted: int) -> None:
+        """Before the first row."""
+        self.rank = self._trace.claim(self._pid, wanted)
+
+    def update_run(self, **fields: Any) -> None:
+        """Facts of this process for `run.json`; kept until it is attached."""
+        with self._lock:
+            self._facts.update(fields)
+            if self._opened:
+                self._trace.set_rank(self.rank, self._facts)
+
+    def open(self) -> None:
+        """The process is attached: it has its place in the trace."""
+        with self._lock:
+            self._opened = True
+            self._trace.set_rank(self.rank, self._facts)
+        self._trace.open()
 
     def write(self, frame: Frame) -> None:
         """Append a `batch` frame; durable when it returns. TraceError if the disk or the rows do not allow it."""
@@ -56,7 +144,7 @@ class TraceRecorder:
         if table == "signals":
             columns = dict(canonicalize(columns))
         try:
-            self.open().append(table, columns, rank=self.rank)
+            self._trace.open().append(table, columns, rank=self.rank)
         except KeyError as error:
             raise TraceError(f"a batch lacks {error}", cause="an agent of another version") from None
         self.n_batches += 1
@@ -65,12 +153,8 @@ class TraceRecorder:
         if steps:
             self.last_step = max(self.last_step or 0, max(steps))
 
-    def close(self, reason: str) -> bool:
-        """Say why it ended and compact; False if nothing is open."""
-        writer = self._writer
-        if writer is None:
-            return False
-        self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
-        self._writer = None
-        writer.close()
-        return True
+    def end(self, reason: str) -> None:
+        """Say why it ended, if it had begun; once."""
+        if self._opened and "ended" not in self._facts:
+            self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
+            self._trace.done(self._pid)

@@ -58,6 +58,12 @@ REFUSALS: dict[str, Words] = {
         "it runs in a container or chroot with its own file system",
         "run mxprobe inside it (`docker exec`, `kubectl exec`), or point TMPDIR at a directory both can see",
     ),
+    "no_job": Words(
+        "Process {pid} belongs to no distributed job{after_detail}.",
+        "neither it nor a process below it was started with RANK and MASTER_PORT in its environment, "
+        "as torchrun and accelerate do",
+        "attach to its processes by their PIDs: `mxprobe attach PID PID ...`",
+    ),
     "not_python": Words(
         "Process {pid} ({detail}) is not a CPython interpreter.",
         "the PID is a launcher, a shell or a native program",

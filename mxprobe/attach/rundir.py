@@ -132,6 +132,8 @@ def listener_socket_of(process: Process) -> Path | None:
 def _is_of_the_dead(name: str) -> bool:
     """True for `PID.listen.sock` and `PID.START.pages` of a process that is gone."""
     pid, start_ticks, *_ = name.split(".")
+    if not Path("/proc", pid).exists():
+        return True
     try:
         return start_ticks.isdigit() and look_up(int(pid)).start_ticks != int(start_ticks)
     except (AttachError, ValueError):

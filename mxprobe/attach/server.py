@@ -74,11 +74,11 @@ class ClientAsked:
 
 
 @dataclass(frozen=True)
-class Signalled:
-    number: int
+class Interrupted:
+    """Asked to leave, by the user of this very process."""
 
 
-Event = AgentHello | AgentSaid | AgentGone | WriteFailed | ClientAsked | Signalled
+Event = AgentHello | AgentSaid | AgentGone | WriteFailed | ClientAsked | Interrupted
 
 
 class ControlServer:

@@ -1,9 +1,8 @@
-"""`mxprobe attach PID`: record a trace of a running training process."""
+"""`mxprobe attach PID...`: record a trace of running training processes."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -11,18 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli import pids as targets
 from mxprobe.cli.durations import Duration
-from mxprobe.errors import AttachError
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels.formats import Rule
 
 if TYPE_CHECKING:
-    from mxprobe.attach.controller import AttachOptions
-    from mxprobe.attach.process import Process
+    from mxprobe.attach.group import AttachOptions
 
 _DEFAULTS = AgentConfig()
-_RETRY_EVERY_S = 1.0
-_WORTH_WAITING_FOR = ("no_torch", "not_ready")
 
 _ENDED = {
     "detached": "detached",
@@ -37,7 +33,8 @@ _ENDED = {
 
 
 @click.command("attach")
-@click.argument("pid", type=click.IntRange(min=1))
+@targets.argument
+@click.option("--job", is_flag=True, help="Every rank, on this machine, of the torchrun or accelerate job of PID.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Trace directory; default ./NAME-PID-TIME.mxprobe."
 )
@@ -70,7 +67,8 @@ _ENDED = {
 @click.option("--wait", type=Duration(), help="Keep trying for so long while the process has not yet imported torch.")
 @click.option("--background", is_flag=True, help="Return once attached; detach with `mxprobe detach PID`.")
 def command(
-    pid: int,
+    pids: tuple[int, ...],
+    job: bool,
     output: Path | None,
     every: int,
     weights_every: int,
@@ -81,16 +79,19 @@ def command(
     wait: float | None,
     background: bool,
 ) -> None:
-    """Attach to process PID and record a trace until it is detached.
+    """Attach to process PID and record a trace until it is detached; several go side by side into one trace.
 
     The training goes on bit for bit as without it. Ctrl-C detaches, closes the trace and prints its directory.
+    A rank that cannot be attached is reported and left out; the exit code is 4 if none could be.
     """
     from mxprobe.attach.entry import check_reachable
-    from mxprobe.attach.process import look_up
 
-    process = look_up(pid)
-    check_reachable(process)
-    directory = output or Path(f"{process.name}-{pid}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
+    targets.required(pids)
+    found = targets.look_up_all(pids, job=job, wait_s=wait or 0.0, say=lambda text: click.echo(text, err=True))
+    processes = list(found.processes.values())
+    if len(processes) == 1:
+        check_reachable(processes[0])
+    directory = output or Path(f"{processes[0].name}-{pids[0]}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
     config = AgentConfig(
         every=every,
         weights_every=weights_every,
@@ -99,38 +100,38 @@ def command(
         step_timeout_s=step_timeout,
     )
 
-    def job(ready: Callable[[], None]) -> None:
-        from mxprobe.attach.controller import AttachOptions
+    def record(ready: Callable[[], None]) -> None:
+        from mxprobe.attach.group import AttachOptions
 
-        options = AttachOptions(directory, config, duration_s=duration, command_line=["mxprobe", *sys.argv[1:]])
-        _record(process, options, wait_s=wait or 0.0, ready=ready)
+        options = AttachOptions(
+            directory,
+            config,
+            duration_s=duration,
+            wait_s=wait or 0.0,
+            command_line=["mxprobe", *sys.argv[1:]],
+            job=found.job,
+        )
+        _record(found, options, ready=ready)
 
     if not background:
-        job(lambda: None)
+        record(lambda: None)
         click.echo(directory)
         return
     from mxprobe.attach.background import LOG_NAME, run_in_background
 
-    controller_pid = run_in_background(job, directory / LOG_NAME)
-    click.echo(f"attached to {pid}; process {controller_pid} records it (log: {directory / LOG_NAME})", err=True)
+    controller_pid = run_in_background(record, directory / LOG_NAME)
+    attached = " ".join(map(str, found.pids))
+    click.echo(f"attached to {attached}; process {controller_pid} records (log: {directory / LOG_NAME})", err=True)
     click.echo(directory)
 
 
-def _record(process: Process, options: AttachOptions, *, wait_s: float, ready: Callable[[], None]) -> None:
-    from mxprobe.attach.controller import Controller
-    from mxprobe.attach.progress import Progress
+def _record(found: targets.Targets, options: AttachOptions, *, ready: Callable[[], None]) -> None:
+    from mxprobe.attach.group import Group
+    from mxprobe.attach.progress import Board, Progress
 
-    progress = Progress()
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            outcome = Controller(process, options, progress, on_attached=ready).run()
-            break
-        except AttachError as error:
-            if error.reason not in _WORTH_WAITING_FOR or time.monotonic() > deadline:
-                raise
-        progress.show(f"waiting for process {process.pid} to import torch")
-        time.sleep(_RETRY_EVERY_S)
-    ended = _ENDED.get(outcome.reason, outcome.reason)
-    steps = "" if outcome.steps is None else f" after {outcome.steps} steps"
-    progress.say(f"{ended}{steps}; {outcome.n_rows} rows in {outcome.directory}")
+    board = Board(Progress())
+    for outcome in Group(found.processes, options, board, on_attached=ready).run():
+        ended = _ENDED.get(outcome.reason, outcome.reason)
+        steps = "" if outcome.steps is None else f" after {outcome.steps} steps"
+        who = f"{outcome.name}: " if outcome.name else ""
+        board.say(f"{who}{ended}{steps}; {outcome.n_rows} rows in {outcome.directory}")

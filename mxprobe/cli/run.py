@@ -24,16 +24,20 @@ def command(output: Path | None, job: tuple[str, ...]) -> None:
 
     \b
       mxprobe run -- python train.py --config my.yaml
+      mxprobe run -- torchrun --nproc-per-node=8 train.py
 
     This process becomes the job: same PID, terminal, signals and exit code. Nothing is probed until somebody
-    attaches (one sleeping thread per process); with -o, that is done at once for the process started here.
+    attaches (one sleeping thread per process); with -o, that is done at once for the process started here, or
+    for every rank that a torchrun or accelerate started here has on this machine.
     """
+    from mxprobe.attach.job import is_launcher
+
     environ = dict(os.environ)
     environ["MXPROBE_LISTEN"] = "1"
     others = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *([others] if others else [])])
     if output is not None:
-        _attach_later(os.getpid(), output)
+        _attach_later(os.getpid(), output, ranks=is_launcher(job))
     try:
         os.execvpe(job[0], list(job), environ)
     except OSError as error:
@@ -44,10 +48,11 @@ def command(output: Path | None, job: tuple[str, ...]) -> None:
         ) from None
 
 
-def _attach_later(pid: int, output: Path) -> None:
+def _attach_later(pid: int, output: Path, *, ranks: bool) -> None:
     """Start `mxprobe attach` beside the job, as nobody's child: the job must not come to wait for it."""
     output.mkdir(parents=True, exist_ok=True)
     attach = [sys.executable, "-m", "mxprobe", "attach", str(pid), "-o", str(output), "--wait", _WAIT_FOR_TORCH]
+    attach += ["--job"] if ranks else []
     became_job, until_exec = os.pipe()  # closed on exec: its end says that this process has become the job
     middle = os.fork()
     if middle:

@@ -1,33 +1,35 @@
-"""`mxprobe status [PID]`."""
+"""`mxprobe status [PID...]`."""
 
 import json
 from typing import Any
 
 import click
 
+from mxprobe.cli import pids as targets
 from mxprobe.errors import AttachError
 
 _TIMEOUT_S = 10.0
 
 
 @click.command("status")
-@click.argument("pid", type=click.IntRange(min=1), required=False)
+@targets.argument
+@click.option("--job", is_flag=True, help="Every attached rank, on this machine, of the job of PID.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead.")
-def command(pid: int | None, as_json: bool) -> None:
+def command(pids: tuple[int, ...], job: bool, as_json: bool) -> None:
     """Show what is attached: where the trace goes, at which step it is, what it costs, what was lost."""
     from mxprobe.attach.client import ask
     from mxprobe.attach.rundir import attached, control_socket_of
 
-    if pid is None:
+    if not pids:
         sockets = [path for _, path in attached()]
     else:
-        path = control_socket_of(pid)
-        sockets = [] if path is None else [path]
+        named = list(pids) if not job else targets.look_up_all(pids, job=True).pids
+        sockets = [path for pid in named if (path := control_socket_of(pid)) is not None]
     answers = [answer for path in sockets if (answer := ask(path, "status", timeout_s=_TIMEOUT_S)) is not None]
-    if pid is not None and not answers:
+    if pids and not answers:
         raise AttachError(
             "not_attached",
-            f"Process {pid} is not attached.",
+            f"Process {pids[0]} is not attached." if len(pids) == 1 else "None of these processes is attached.",
             cause="it never was, it was detached already, or another user attached to it",
             remedy="`mxprobe status` lists what is attached; `mxprobe attach` attaches",
         )
@@ -41,7 +43,8 @@ def command(pid: int | None, as_json: bool) -> None:
 
 def _lines(status: dict[str, Any]) -> str:
     agent = status["agent"]
-    lines = [f"{status['pid']}  {status['name']}  {status['phase']}"]
+    rank = f"  rank {status['rank']}" if status["rank"] else ""
+    lines = [f"{status['pid']}  {status['name']}{rank}  {status['phase']}"]
     if status["attached_s"] is not None:
         role = status["role"] or "unknown"
         lines.append(f"  attached   {status['attached_s']:.0f} s by {status['mechanism']}, role {role}")

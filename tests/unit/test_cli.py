@@ -25,9 +25,10 @@ OPTIONS = {
         "step_timeout",
         "wait",
         "background",
+        "job",
     },
-    "detach": set[str](),
-    "status": {"as_json"},
+    "detach": {"job"},
+    "status": {"as_json", "job"},
     "run": {"output"},
     "doctor": {"as_json", "install_listener", "remove_listener"},
 }

@@ -1,0 +1,190 @@
+"""Several processes attached side by side into one trace: a controller each, in a thread; none waits for another.
+
+One process is a group of one. A process that cannot be attached is reported and does not stop the others.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mxprobe.attach.controller import Controller, Outcome
+from mxprobe.attach.process import Process
+from mxprobe.attach.progress import Board
+from mxprobe.attach.recorder import RunTrace, check_free
+from mxprobe.attach.refusals import refuse
+from mxprobe.errors import AttachError, MxprobeError
+from mxprobe.protocol import AgentConfig
+
+_RETRY_EVERY_S = 1.0
+_JOIN_S = 0.2
+_WORTH_WAITING_FOR = frozenset({"no_torch", "not_ready"})
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class AttachOptions:
+    """What `mxprobe attach` was asked for."""
+
+    directory: Path
+    config: AgentConfig = field(default_factory=AgentConfig)
+    duration_s: float | None = None
+    """Leave after so long; None means until told to."""
+    wait_s: float = 0.0
+    """Keep trying for so long while a process has not yet imported torch."""
+    via: str | None = None
+    """The only way in to use; None means the first that is open."""
+    command_line: Sequence[str] = ()
+    job: Mapping[str, Any] | None = None
+    """What the processes have in common, for `run.json`."""
+    not_ours: frozenset[str] = frozenset()
+    """Reasons for which a process is left out in silence: it is none of those that were meant."""
+
+
+@dataclass
+class _Member:
+    process: Process
+    shown_name: str
+    """Empty where there is no other to be told from."""
+    controller: Controller | None = None
+    settled: bool = False
+    """Attached or refused for good."""
+    outcome: Outcome | None = None
+    error: MxprobeError | None = None
+
+
+class Group:
+    """`run` attaches to all, records, and returns when the last has ended. Call it in the main thread.
+
+    Args:
+        processes: name (`rank 3`) -> process. The names are used only where there are several.
+        options: what to do.
+        board: where progress is shown.
+        on_attached: called once, when every process is attached or refused, if one is attached.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[str, Process],
+        options: AttachOptions,
+        board: Board,
+        *,
+        on_attached: Callable[[], None] = lambda: None,
+    ) -> None:
+        several = len(processes) > 1
+        self._members = [_Member(process, name if several else "") for name, process in processes.items()]
+        self._options = options
+        self._board = board
+        self._on_attached = on_attached
+        self._trace: RunTrace | None = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+
+    def run(self) -> list[Outcome]:
+        """How each attached process ended. AttachError if none was; TraceError if the disk refused."""
+        options = self._options
+        check_free(options.directory)
+        facts: dict[str, Any] = {"command_line": list(options.command_line)}
+        if options.job is not None:
+            facts["job"] = dict(options.job)
+        self._trace = RunTrace(options.directory, [m.process.pid for m in self._members], facts)
+        with self._signals():
+            threads = [
+                threading.Thread(target=self._serve, args=(m, self._trace), name=f"attach-{m.process.pid}")
+                for m in self._members
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():  # a join without end would keep Python from running signal handlers
+                    thread.join(_JOIN_S)
+        self._board.close()
+        return self._result()
+
+    def _serve(self, member: _Member, trace: RunTrace) -> None:
+        try:
+            member.outcome = self._attach_patiently(member, trace)
+        except MxprobeError as error:
+            member.error = error
+        except Exception as error:
+            member.error = MxprobeError(
+                f"The controller of process {member.process.pid} failed: {type(error).__name__}: {error}",
+                cause="a defect in mxprobe; the agent leaves the process by itself",
+                remedy="report it with the output of `mxprobe doctor`",
+            )
+        if member.error is not None:
+            reason = getattr(member.error, "reason", "failed")
+            trace.refuse(member.process.pid, reason=reason, what=member.error.what)
+            if member.shown_name and reason not in self._options.not_ours:
+                self._board.of(member.shown_name).say(str(member.error))
+        self._settle(member)
+        self._board.forget(member.shown_name)
+
+    def _attach_patiently(self, member: _Member, trace: RunTrace) -> Outcome:
+        options, process, deadline = self._options, member.process, time.monotonic() + self._options.wait_s
+        saying = self._board.of(member.shown_name)
+        while not self._stop.is_set():
+            controller = Controller(
+                process,
+                options.config,
+                trace,
+                saying,
+                duration_s=options.duration_s,
+                via=options.via,
+                on_attached=lambda: self._settle(member),
+            )
+            member.controller = controller
+            if self._stop.is_set():
+                controller.interrupt()
+            try:
+                return replace(controller.run(), name=member.shown_name)
+            except AttachError as error:
+                if error.reason not in _WORTH_WAITING_FOR or time.monotonic() >= deadline:
+                    raise
+            saying.show(f"waiting for process {process.pid} to import torch")
+            self._stop.wait(_RETRY_EVERY_S)
+        raise refuse("interrupted", process.pid)
+
+    def _settle(self, member: _Member) -> None:
+        with self._lock:
+            before = all(m.settled for m in self._members)
+            member.settled = True
+            now = all(m.settled for m in self._members)
+            attached = any(m.error is None for m in self._members)
+        if now and not before and attached:
+            self._on_attached()
+
+    def _result(self) -> list[Outcome]:
+        outcomes = [m.outcome for m in self._members if m.outcome is not None]
+        errors = [m.error for m in self._members if m.error is not None]
+        for error in errors:
+            if not isinstance(error, AttachError) or len(self._members) == 1:
+                raise error
+        if not outcomes:
+            raise AttachError(
+                "none_attached",
+                f"None of the {len(errors)} processes could be attached.",
+                cause="see the reason given for each",
+                remedy="`mxprobe doctor` says which ways in work here",
+            )
+        return outcomes
+
+    def _interrupt(self) -> None:
+        self._stop.set()
+        for member in self._members:
+            if member.controller is not None:
+                member.controller.interrupt()
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        """A signal ends every attachment in order; handlers are as before afterwards."""
+        before = {number: signal.signal(number, lambda *_: self._interrupt()) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

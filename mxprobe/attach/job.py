@@ -1,0 +1,114 @@
+"""The ranks of a distributed job on this machine, found from the PID of any of them or of its launcher.
+
+torchrun and accelerate put RANK, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID into the environment of each
+rank. Whatever a rank starts (data loader workers, compile workers) inherits them; the rank itself is the Python
+process with that RANK which was started first.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mxprobe.attach.process import Process, is_python, look_up, own_processes
+from mxprobe.attach.refusals import refuse
+
+_KEY = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = frozenset({"torchrun", "accelerate"})
+_LAUNCHER_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
+_HELPERS = ("from multiprocessing", "torch._inductor.compile_worker")
+
+
+@dataclass(frozen=True)
+class Job:
+    """`ranks` are those on this machine, by number; of `world_size` in all, `local_world_size` of them here."""
+
+    ranks: dict[int, Process]
+    world_size: int | None
+    local_world_size: int | None
+    run_id: str
+
+    @property
+    def is_whole(self) -> bool:
+        """True once every rank of this machine is there."""
+        return self.local_world_size is None or len(self.ranks) >= self.local_world_size
+
+    def to_json(self) -> dict[str, object]:
+        here = sorted(self.ranks)
+        return {"run_id": self.run_id, "world_size": self.world_size, "ranks_here": here}
+
+
+def find_job(pid: int) -> Job:
+    """The job of that process. AttachError `no_such_process`, or `no_job` if there is none (yet)."""
+    return job_among(own_processes(), look_up(pid))
+
+
+def is_launcher(command: Sequence[str]) -> bool:
+    """True for a command that starts the ranks of a job: torchrun or accelerate, by program or by module."""
+    if os.path.basename(command[0]) in _LAUNCHERS:
+        return True
+    module = next((after for word, after in pairwise(command) if word == "-m"), "")
+    return module in _LAUNCHER_MODULES or module.startswith("accelerate.")
+
+
+def job_among(processes: Sequence[Process], process: Process) -> Job:
+    """The job of a process among those given. AttachError `no_job` if there is none."""
+    below = _descendants(processes, process.pid)
+    key = next((key for p in (process, *below) if (key := _key(p.environ)) is not None), None)
+    if key is None:
+        return _of_one(process, below)
+    ranks: dict[int, Process] = {}
+    for candidate in sorted(processes, key=lambda p: (p.start_ticks, p.pid)):
+        rank = candidate.environ.get("RANK", "")
+        if _key(candidate.environ) == key and int(rank) not in ranks and is_python(candidate):
+            ranks[int(rank)] = candidate
+    if not ranks:
+        raise refuse("no_job", process.pid)
+    environ = next(iter(ranks.values())).environ
+    return Job(
+        ranks=dict(sorted(ranks.items())),
+        world_size=_number(environ, "WORLD_SIZE"),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE"),
+        run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def _of_one(process: Process, below: Sequence[Process]) -> Job:
+    """`accelerate launch` of a single process sets no RANK: then the job is the one program that was launched."""
+    launched = [
+        p for p in below if p.parent_pid == process.pid and is_python(p) and not _is_helper(p, of=process.command_line)
+    ]
+    if len(launched) != 1 or not is_python(process):
+        raise refuse("no_job", process.pid)
+    return Job(ranks={0: launched[0]}, world_size=1, local_world_size=1, run_id="")
+
+
+def _is_helper(process: Process, *, of: tuple[str, ...]) -> bool:
+    """True for a fork of its parent and for the servers that multiprocessing and torch start."""
+    words = " ".join(process.command_line)
+    return process.command_line == of or any(helper in words for helper in _HELPERS)
+
+
+def _key(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    if not environ.get("RANK", "").isdecimal() or not environ.get("MASTER_PORT"):
+        return None
+    return tuple(environ.get(name, "") for name in _KEY)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name, "")
+    return int(value) if value.isdecimal() else None
+
+
+def _descendants(processes: Iterable[Process], pid: int) -> list[Process]:
+    """Every process below that one, parents first."""
+    children: dict[int, list[Process]] = {}
+    for process in processes:
+        children.setdefault(process.parent_pid, []).append(process)
+    found: list[Process] = []
+    pending = [pid]
+    while pending:
+        below = children.get(pending.pop(0), [])
+        found += below
+        pending += [p.pid for p in below]
+    return found

@@ -1,0 +1,77 @@
+"""Which processes a command is about: those named, or with `--job` every rank of the job they belong to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mxprobe.errors import AttachError
+
+if TYPE_CHECKING:
+    from mxprobe.attach.process import Process
+
+_LOOK_EVERY_S = 0.5
+
+argument = click.argument("pids", metavar="PID...", type=click.IntRange(min=1), nargs=-1)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Name (`rank 3`, or the PID) -> process; `job` is what they have in common, for `run.json`."""
+
+    processes: dict[str, Process]
+    job: dict[str, Any] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes.values()]
+
+
+def required(pids: tuple[int, ...]) -> None:
+    """click's own words where no PID was given."""
+    if not pids:
+        raise click.UsageError("Missing argument 'PID...'.")
+
+
+def look_up_all(
+    pids: tuple[int, ...], *, job: bool, wait_s: float = 0.0, say: Callable[[str], None] = lambda text: None
+) -> Targets:
+    """The processes of the PIDs, or of their jobs once these are whole. AttachError where there is none."""
+    from mxprobe.attach.process import look_up
+
+    if not job:
+        return Targets({str(pid): look_up(pid) for pid in dict.fromkeys(pids)})
+    found: dict[str, Process] = {}
+    facts: list[dict[str, Any]] = []
+    for pid in pids:
+        ranks, each = _ranks(pid, wait_s, say)
+        prefix = f"{pid}: " if len(pids) > 1 else ""
+        new = {f"{prefix}rank {rank}": p for rank, p in ranks.items() if p not in found.values()}
+        found |= new
+        facts += [each] if new else []
+    return Targets(found, facts[0] if len(facts) == 1 else {"jobs": facts})
+
+
+def _ranks(pid: int, wait_s: float, say: Callable[[str], None]) -> tuple[dict[int, Process], dict[str, Any]]:
+    from mxprobe.attach.job import find_job
+
+    deadline = time.monotonic() + wait_s
+    while True:
+        late = time.monotonic() >= deadline
+        try:
+            job = find_job(pid)
+            if job.is_whole or late:
+                break
+        except AttachError as error:
+            if error.reason != "no_job" or late:
+                raise
+        time.sleep(_LOOK_EVERY_S)
+    here = f"{len(job.ranks)} rank{'' if len(job.ranks) == 1 else 's'} on this machine"
+    if job.world_size is not None and job.world_size > len(job.ranks):
+        here += f", of {job.world_size}; attach to the others where they run"
+    say(f"job of process {pid}: {here}")
+    return job.ranks, job.to_json()
