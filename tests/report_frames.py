@@ -18,7 +18,7 @@ from mxprobe.attribution import (
     Thresholds,
 )
 from mxprobe.schema import DELTA_BINS, TABLES, Component, Role, Verdict
-from mxprobe_reports import Inputs
+from mxprobe_reports import Inputs, Rows
 
 KINDS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -244,12 +244,37 @@ def recommendation(modules: Sequence[str], *, verdict: Verdict = Verdict.ENABLE,
     )
 
 
-def inputs(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: Any) -> Inputs:
-    """A whole run; `overrides` replace fields of `Inputs`."""
+def tables(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: Any) -> dict[str, pd.DataFrame]:
+    """All tables of a whole run, by name; `overrides` replace some."""
     names = overrides.pop("names", module_names(n_layers))
     probed = list(range(every, n_steps + 1, every))
     rows = tensors(names, probed)
+    frames = {
+        "tensors": rows,
+        "outputs": outputs(names, probed),
+        "whatif": whatif(rows),
+        "signals": signals(n_steps),
+        "events": events(n_steps),
+        "modules": modules_table(names),
+        "overhead": overhead(n_steps, every),
+    }
+    return {**frames, **overrides}
+
+
+def rows_of(table: str, data: pd.DataFrame) -> Rows:
+    return Rows.of_frame(table, data)
+
+
+def inputs(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: Any) -> Inputs:
+    """A whole run; `overrides` replace fields of `Inputs`, tables as frames."""
+    names = overrides.pop("names", module_names(n_layers))
+    probed = list(range(every, n_steps + 1, every))
+    given = {name: overrides.pop(name) for name in TABLES if name in overrides}
+    frames = tables(n_layers, n_steps, every, names=names, **given)
+    large: dict[str, Any] = {name: rows_of(name, frames.pop(name)) for name in ("tensors", "outputs", "whatif")}
     fields: dict[str, Any] = {
+        **large,
+        **frames,
         "name": "demo.mxprobe",
         "recommendation": recommendation(names, n_steps=len(probed)),
         "run": {
@@ -265,12 +290,5 @@ def inputs(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: 
                 "torch": "2.13.0",
             },
         },
-        "tensors": rows,
-        "outputs": outputs(names, probed),
-        "whatif": whatif(rows),
-        "signals": signals(n_steps),
-        "events": events(n_steps),
-        "modules": modules_table(names),
-        "overhead": overhead(n_steps, every),
     }
     return Inputs(**{**fields, **overrides})

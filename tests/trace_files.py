@@ -9,15 +9,12 @@ from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter
 from tests import report_frames
 
-FRAMES = ("tensors", "outputs", "whatif", "signals", "events", "modules", "overhead")
-
 
 def frames(
     n_layers: int = 1, n_steps: int = 120, every: int = 10, **overrides: pd.DataFrame
 ) -> dict[str, pd.DataFrame]:
     """All tables of a run, by name; `overrides` replace some."""
-    inputs = report_frames.inputs(n_layers, n_steps, every)
-    return {**{name: getattr(inputs, name) for name in FRAMES}, **overrides}
+    return report_frames.tables(n_layers, n_steps, every, **overrides)
 
 
 def append(writer: TraceWriter, tables: dict[str, pd.DataFrame]) -> None:

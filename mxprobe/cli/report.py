@@ -20,13 +20,20 @@ from mxprobe.errors import UsageError
     type=click.Path(path_type=Path, dir_okay=False),
     help="HTML file; default RUN.html beside RUN.mxprobe.",
 )
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="B",
+    help="Lay this trace over TRACE, and say what changed from TRACE to it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a machine-readable summary on standard output.")
-def command(trace: Path, output: Path | None, as_json: bool) -> None:
+def command(trace: Path, output: Path | None, against: Path | None, as_json: bool) -> None:
     """Write one offline HTML page: verdict, signals, where the error is, what would help, and the evidence.
 
     The page makes no network request and can be mailed or archived as it is.
     """
     from mxprobe.attribution import recommend
+    from mxprobe.comparison import compare
     from mxprobe.config import load
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
@@ -36,8 +43,12 @@ def command(trace: Path, output: Path | None, as_json: bool) -> None:
     path = output or directory.with_name(f"{directory.name.removesuffix('.mxprobe')}.html")
     thresholds = load(sections=("verdict",)).thresholds()
     command_line = shlex.join(["mxprobe", *sys.argv[1:]])
+    b = None
+    if against is not None:
+        other = open_trace(against)
+        b = (other, recommend(other, thresholds), compare(opened, other, thresholds))
     try:
-        report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line)
+        report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line, b=b)
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror or error}",

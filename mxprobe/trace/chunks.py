@@ -5,6 +5,7 @@ statistics of its `step` column before anything is decoded.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,27 @@ def step_ranges(directory: Path, table: str) -> list[range]:
 def _of_part(path: Path, table: str, columns: set[str], rank: int, steps: Sequence[range] | None) -> Iterator[Any]:
     file = _open(path)
     present = [name for name in file.schema_arrow.names if name in columns]
-    for group in range(file.num_row_groups):
-        bounds = None if steps is None else _bounds(file, group)
-        if bounds is not None and not any(each.start <= bounds[1] and bounds[0] < each.stop for each in steps or ()):
-            continue
-        try:
-            data = file.read_row_group(group, columns=present)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _damaged(path, error) from None
-        yield from _finished(conform(data, table, columns), rank, steps)
+    wanted = [group for group in range(file.num_row_groups) if _has_steps(_bounds(file, group), steps)]
+    # The next group is decoded while the caller works on this one: both take as long, and neither holds the GIL.
+    with ThreadPoolExecutor(max_workers=1) as ahead:
+        pending = [ahead.submit(file.read_row_group, group, present) for group in wanted[:1]]
+        for following in [*wanted[1:], None]:
+            if not pending:
+                return
+            try:
+                data = pending.pop().result()
+            except (pa.ArrowInvalid, OSError) as error:
+                raise _damaged(path, error) from None
+            if following is not None:
+                pending.append(ahead.submit(file.read_row_group, following, present))
+            yield from _finished(conform(data, table, columns), rank, steps)
+
+
+def _has_steps(bounds: tuple[int, int] | None, steps: Sequence[range] | None) -> bool:
+    """Whether a row group may hold one of the steps; without statistics it may."""
+    if steps is None or bounds is None:
+        return True
+    return any(each.start <= bounds[1] and bounds[0] < each.stop for each in steps)
 
 
 def _of_live(path: Path, table: str, columns: set[str], skipped: int) -> Iterator[Any]:

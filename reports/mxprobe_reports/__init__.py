@@ -2,5 +2,6 @@
 
 from .inputs import Inputs
 from .report import Report, build_report, write_report
+from .rows import Rows
 
-__all__ = ["Inputs", "Report", "build_report", "write_report"]
+__all__ = ["Inputs", "Report", "Rows", "build_report", "write_report"]

@@ -7,7 +7,8 @@ from mxprobe.attribution import ratios
 from mxprobe.schema import Component, Verdict
 
 from . import names
-from .explorer import MEASURES, default_measure
+from .explorer import MEASURES, default_measure, measures
+from .gaussian_bands import bands
 from .markup import Html, basis, card, chart, join, percent, table, tag
 from .operands import Operands
 
@@ -15,12 +16,15 @@ N_WORST = 5
 _PARTS = (("scale", "scale", "out_scale"), ("deadzone", "deadzone", "out_deadzone"), ("grid", "grid", "out_grid"))
 
 
-def section(operands: Operands, frame: pd.DataFrame, component: Component, verdict: Verdict) -> Html:
-    """Two cards side by side. `frame` is `explorer.columns(operands)`."""
+def section(
+    operands: Operands, frame: pd.DataFrame, component: Component, verdict: Verdict, *, has_b: bool = False
+) -> Html:
+    """Two cards side by side. `frame` is `explorer.columns(operands)`; with `has_b` another run lies over this one."""
     if frame.empty:
         why = "No operand was measured in this trace, so there is no error to show."
         return card("Where the error is", tag("p", why, class_="empty"), id="error")
-    return tag("div", _hurts(operands, frame, verdict), _where(operands, component), class_="row two", id="error")
+    cards = (_hurts(operands, frame, verdict), _where(operands, component, has_b=has_b))
+    return tag("div", *cards, class_="row two", id="error")
 
 
 def _hurts(operands: Operands, frame: pd.DataFrame, verdict: Verdict) -> Html:
@@ -56,11 +60,11 @@ def _worst(operands: Operands, frame: pd.DataFrame) -> Html:
     )
 
 
-def _where(operands: Operands, component: Component) -> Html:
+def _where(operands: Operands, component: Component, *, has_b: bool) -> Html:
     chosen = default_measure(component)
     options = [
         tag("option", m["label"], value=m["key"], selected="selected" if m["key"] == chosen else None)
-        for m in MEASURES
+        for m in measures(has_b=has_b)
         if m["key"] != "out_error"
     ]
     select = tag("select", *options, id="measure", aria_label="Measure shown in the heatmap")
@@ -91,8 +95,22 @@ def _split(operands: Operands) -> Html:
         lines.append(tag("span", names.ROLE_LABELS[operands.roles[int(role)]]))
         lines.append(_bar(shares))
         lines.append(tag("span", percent(float(row["out_error"])), class_="total"))
+    for rule in sorted(set(operands.totals["rule"])):
+        lines += _gaussian_line(rule)
     heading = tag("h3", "Split of the output error by operand ", legend, style="margin-top: 8px")
     return heading + tag("div", join(lines), class_="split")
+
+
+def _gaussian_line(rule: str) -> list[Html]:
+    """The same split of Gaussian data, middle of the octave: what a level is to be held against."""
+    band = bands(rule)
+    if not band:
+        return []
+    shares = {name: sum(band[name]) / 2 for name in ("scale", "deadzone", "grid")}
+    low, high = (percent(value) for value in band["nmse"])
+    title = f"Independent Gaussian data under {rule}: {low} to {high}, by their root mean square"
+    label = tag("span", "Gaussian", title=title, class_="reference")
+    return [label, _bar(shares), tag("span", percent(sum(band["nmse"]) / 2), class_="total")]
 
 
 def _bar(shares: dict[str, float]) -> Html:

@@ -12,7 +12,9 @@ from mxprobe.attribution.gaussian import GaussianReference, gaussian_reference
 from mxprobe.schema import Component, Rule
 
 from . import names, packing, whatifs
-from .operands import SERIES, Operands, dense
+from .gaussian_bands import bands
+from .operands import Binned, Operands, Scan, dense
+from .rows import Rows
 
 OPERAND_COLUMNS: tuple[str, ...] = (
     *("out_error", "out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated"),
@@ -20,6 +22,13 @@ OPERAND_COLUMNS: tuple[str, ...] = (
     *("nmse_reference", "zeroed_reference", "nmse_ratio"),
     *("sampled", "clusters"),
 )
+
+LINES: tuple[str, ...] = (
+    *("scale", "deadzone", "grid", "out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated"),
+    *("zero_frac", "saturated_frac", "signal", "output", "values"),
+)
+"""Per operand over bins of steps: parts of the error relative to the signal, shares of values, and the weights
+(signal and output energy, count of values) with which bins add up exactly to any range of steps."""
 
 ERROR_TICKS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
 SHARE_TICKS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -89,6 +98,22 @@ _BY_COMPONENT = {
 }
 
 
+_B_OVER_A: dict[str, Any] = {
+    "key": "b_over_a",
+    "label": "output error, B relative to A",
+    "format": "times",
+    "log": True,
+    "diverging": True,
+    "ticks": [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0],
+    "help": "Output error of run B over that of run A, all steps of each. Below 1: B has less.",
+}
+
+
+def measures(*, has_b: bool) -> list[dict[str, Any]]:
+    """What the heatmaps can show."""
+    return [*MEASURES, _B_OVER_A] if has_b else MEASURES
+
+
 def default_measure(component: Component) -> str:
     """What the second heatmap shows first: the evidence for the named component."""
     return _BY_COMPONENT.get(component, "out_zeroed")
@@ -107,21 +132,32 @@ def columns(operands: Operands) -> pd.DataFrame:
     return frame[list(OPERAND_COLUMNS)].astype(float)
 
 
-def series(operands: Operands) -> dict[str, npt.NDArray[np.float64]]:
-    """`SERIES` as (n_operands, n_bins): components relative to the signal's energy, so that they add to the error."""
-    binned = operands.binned
-    tensor, output = ratios.tensor_ratios(binned), ratios.output_ratios(binned)
-    lines = {name: tensor[name] * tensor["nmse"] for name in ("scale", "deadzone", "grid")}
-    lines |= {f"out_{name}": output[f"out_{name}"] * output["out_error"] for name in ("scale", "deadzone", "grid")}
-    lines["out_zeroed"] = output["out_zeroed"] * output["out_error"]
-    lines |= {name: tensor[name] for name in ("zero_frac", "saturated_frac")}
-    return {name: dense(operands, lines[name]) for name in SERIES}
+def lines(n_operands: int, binned: Binned) -> dict[str, npt.NDArray[np.float64]]:
+    """`LINES` as (n_operands, n_bins): components relative to the signal's energy, so that they add to the error."""
+    sums = binned.sums
+    tensor, output = ratios.tensor_ratios(sums.reindex(columns=ratios.ADDITIVE)), ratios.output_ratios(sums)
+    found = {name: tensor[name] * tensor["nmse"] for name in ("scale", "deadzone", "grid")}
+    parts = ("out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated")
+    found |= {name: output[name] * output["out_error"] for name in parts}
+    found |= {name: tensor[name] for name in ("zero_frac", "saturated_frac")}
+    found |= {"signal": sums["sum_x2"], "output": sums["out_ref2"], "values": sums["n"]}
+    return {name: dense(n_operands, binned, found[name]) for name in LINES}
 
 
-def page_data(operands: Operands, whatif: pd.DataFrame, tensors: pd.DataFrame) -> dict[str, Any]:
-    """Everything page.js needs to explore operands. The operand selected first is the worst of the forward."""
+def view(n_operands: int, binned: Binned) -> dict[str, Any]:
+    """Lines of one rank, of all, or of another run, for page.js."""
+    columns = {name: packing.pack(values) for name, values in lines(n_operands, binned).items()}
+    return {"label": binned.label, "steps": packing.pack(binned.steps), "columns": columns}
+
+
+def page_data(operands: Operands, seen: Scan, whatif: Rows, tensors: Rows, *, has_b: bool = False) -> dict[str, Any]:
+    """Everything page.js needs to explore operands. The operand selected first is the worst of the forward.
+
+    With `has_b`, another run lies over this one, and its error relative to this one's is a measure too.
+    """
     frame = columns(operands)
-    corrections, left = whatifs.collect(whatif, tensors, operands)
+    corrections, left = whatifs.collect(whatif, tensors, seen, operands)
+    rules = sorted(set(operands.totals["rule"]))
     blocks = operands.delta.sum(axis=1, keepdims=True)
     delta = operands.delta / np.where(blocks > 0, blocks, 1)
     packed = {name: packing.pack(np.asarray(frame[name])) for name in OPERAND_COLUMNS}
@@ -136,17 +172,16 @@ def page_data(operands: Operands, whatif: pd.DataFrame, tensors: pd.DataFrame) -
         "operands": {
             "module": [int(m) for m in operands.totals["module"]],
             "role": [int(r) for r in operands.totals["role"]],
+            "rule": [rules.index(rule) for rule in operands.totals["rule"]],
             "columns": {**packed, "delta": packing.pack(delta)},
         },
-        "series": {
-            "steps": packing.pack(operands.steps),
-            "columns": {name: packing.pack(lines) for name, lines in series(operands).items()},
-        },
+        "bands": [bands(rule) for rule in rules],
+        "views": [view(len(operands.totals), binned) for binned in (operands.binned, *operands.ranks)],
         "whatif": {
             "corrections": corrections,
             "columns": {name: packing.pack(values) for name, values in left.items()},
         },
-        "measures": MEASURES,
+        "measures": measures(has_b=has_b),
         "selected": _first_selected(operands, frame),
     }
 

@@ -1,4 +1,4 @@
-"""What a report is made of: the frames of a trace, its run, its problems and the recommendation."""
+"""What a report is made of: the tables of a trace, its run, its problems and the recommendation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,43 +10,74 @@ import pandas as pd
 from mxprobe.attribution import Recommendation
 from mxprobe.schema import TABLES
 from mxprobe.trace import Trace
+from mxprobe.trace.chunks import count_rows, step_ranges
+
+from .rows import Rows
+
+MAX_ROWS = {"tensors": 5_000_000, "whatif": 50_000_000, "outputs": 5_000_000}
+"""Rows read of a table for one page; of longer tables, evenly spaced windows of steps."""
 
 
-def _empty(table: str) -> pd.DataFrame:
+def _no_frame(table: str) -> pd.DataFrame:
     return pd.DataFrame({name: [] for name, _ in TABLES[table]})
+
+
+def _no_rows(table: str) -> Rows:
+    return Rows.of_frame(table, _no_frame(table))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Frames have the columns of `mxprobe.schema.TABLES`;"""
+    """The large tables as `Rows`; the others as frames with the columns of `mxprobe.schema.TABLES`."""
 
     name: str
     recommendation: Recommendation
     run: Mapping[str, Any] = field(default_factory=dict)
     problems: Sequence[str] = ()
-    tensors: pd.DataFrame = field(default_factory=lambda: _empty("tensors"))
-    outputs: pd.DataFrame = field(default_factory=lambda: _empty("outputs"))
-    whatif: pd.DataFrame = field(default_factory=lambda: _empty("whatif"))
-    signals: pd.DataFrame = field(default_factory=lambda: _empty("signals"))
-    events: pd.DataFrame = field(default_factory=lambda: _empty("events"))
-    modules: pd.DataFrame = field(default_factory=lambda: _empty("modules"))
-    overhead: pd.DataFrame = field(default_factory=lambda: _empty("overhead"))
+    tensors: Rows = field(default_factory=lambda: _no_rows("tensors"))
+    outputs: Rows = field(default_factory=lambda: _no_rows("outputs"))
+    whatif: Rows = field(default_factory=lambda: _no_rows("whatif"))
+    signals: pd.DataFrame = field(default_factory=lambda: _no_frame("signals"))
+    events: pd.DataFrame = field(default_factory=lambda: _no_frame("events"))
+    modules: pd.DataFrame = field(default_factory=lambda: _no_frame("modules"))
+    overhead: pd.DataFrame = field(default_factory=lambda: _no_frame("overhead"))
 
     @classmethod
     def from_trace(cls, trace: Trace, recommendation: Recommendation) -> "Inputs":
+        steps, notices = windows(trace.directory)
         return cls(
             name=_name(trace.directory.resolve()),
             recommendation=recommendation,
             run=trace.run,
-            problems=trace.problems,
-            tensors=trace.tensors(),
-            outputs=trace.outputs(),
-            whatif=trace.whatif(),
+            problems=[*trace.problems, *notices],
+            tensors=Rows.of_trace(trace, "tensors", steps),
+            outputs=Rows.of_trace(trace, "outputs", steps),
+            whatif=Rows.of_trace(trace, "whatif", steps),
             signals=trace.signals(),
             events=trace.events(),
             modules=trace.modules(),
             overhead=trace.overhead(),
         )
+
+
+def windows(directory: Path) -> tuple[list[range] | None, list[str]]:
+    """Which steps to read of a trace beyond `MAX_ROWS`, and the sentence that says so; None for all of them.
+
+    A window is a row group of the tensors table: some steps in a row, as they were written.
+    """
+    counted = {table: count_rows(directory, table) for table in MAX_ROWS}
+    excess = max(rows / MAX_ROWS[table] for table, rows in counted.items())
+    groups = sorted(step_ranges(directory, "tensors"), key=lambda each: each.start)
+    if excess <= 1 or len(groups) < 2:
+        return None, []
+    n_kept = max(int(len(groups) / excess), 1)
+    kept = [groups[i * len(groups) // n_kept] for i in range(n_kept)]
+    n_steps, n_read = (len({step for each in part for step in each}) for part in (groups, kept))
+    total = sum(counted.values()) / 1e6
+    return kept, [
+        f"The trace is long ({total:.0f} million operand rows): errors, what-ifs and layer outputs on this page are "
+        f"of {n_kept} evenly spaced windows, {n_read} of {n_steps} steps. The verdict and the signals use all."
+    ]
 
 
 def _name(directory: Path) -> str:

@@ -37,8 +37,15 @@ def selected(operands: Operands) -> Html:
     controls = tag("div", choose, *steps, operand, class_="controls", style="margin-top: 8px")
     charts = tag("div", *[_figure(*figure) for figure in _FIGURES], class_="charts")
     keys = tag("dl", id="keys", class_="keys", aria_live="polite")
-    body = [controls, keys, charts, _whatifs(), _resampled(operands)]
+    body = [controls, keys, charts, _whatifs(), _resampled(operands), tag("p", _RANGE_NOTE, class_="note")]
     return card("Selected layer", *body, id="layer", kind=basis("measured"), class_="long")
+
+
+_RANGE_NOTE = (
+    "A range of steps and a rank, chosen in the bar at the top, hold for heatmaps, tables of operands, lines over "
+    "steps and the numbers of the selected layer. What-ifs, scale distances, sampling, realised errors, worst "
+    "operands, the split by operand and the verdict are of all steps and ranks."
+)
 
 
 _FIGURES: tuple[tuple[str, str, str], ...] = (
@@ -71,10 +78,30 @@ def _resampled(operands: Operands) -> Html:
     if not operands.is_downsampled:
         return Html("")
     text = (
-        f"For display, {operands.n_probed_steps} probed steps are added up into {len(operands.steps)} bins, each drawn "
-        "at its first step. All other numbers use every step, and the trace holds them all."
+        f"For display, {operands.n_probed_steps} probed steps are added up into {len(operands.binned.steps)} bins, "
+        "each drawn at its first step. All other numbers use every step, and the trace holds them all."
     )
     return tag("p", text, class_="note", style="margin-top: 8px")
+
+
+def range_controls(operands: Operands) -> Html:
+    """For the bar at the top: which steps and which rank the charts, heatmaps and tables of operands show."""
+    steps = operands.binned.steps
+    if len(steps) < 2:
+        return Html("")
+    first, last = int(steps[0]), int(steps[-1])
+    bounds = f'min="{first}" max="{last}" step="1" inputmode="numeric"'
+    parts: list[object] = [
+        "steps ",
+        Html(f'<input type="number" id="step-from" value="{first}" {bounds} aria-label="First step shown">'),
+        " to ",
+        Html(f'<input type="number" id="step-to" value="{last}" {bounds} aria-label="Last step shown">'),
+        tag("button", "all", type="button", class_="plain", id="steps-all", hidden="hidden"),
+    ]
+    if operands.ranks:
+        options = [tag("option", each.label, value=i) for i, each in enumerate((operands.binned, *operands.ranks))]
+        parts.append(tag("select", *options, id="rank-select", aria_label="Rank shown"))
+    return tag("div", *parts, class_="range", role="group", aria_label="Steps and rank shown")
 
 
 def all_layers(operands: Operands) -> Html:

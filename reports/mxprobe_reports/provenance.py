@@ -5,6 +5,9 @@ from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mxprobe._version import __version__
 
 from .inputs import Inputs
@@ -61,10 +64,11 @@ def _text(value: Any) -> Html:
     return tag("code", value)
 
 
-def headline(inputs: Inputs) -> list[str]:
+def headline(inputs: Inputs, probed: npt.NDArray[np.int64]) -> list[str]:
     """Short facts for the bar at the top: which steps, what ran."""
-    columns = [frame["step"].dropna() for frame in (inputs.overhead, inputs.signals, inputs.tensors)]
+    columns = [frame["step"].dropna() for frame in (inputs.overhead, inputs.signals)]
     seen = [int(bound) for column in columns if len(column) for bound in (column.min(), column.max())]
+    seen += [int(step) for step in probed[[0, -1]]] if len(probed) else []
     facts = [f"steps {min(seen)} to {max(seen)}"] if seen else ["no steps"]
     target: Any = inputs.run.get("target")
     if isinstance(target, Mapping) and target.get("cmdline"):

@@ -6,41 +6,27 @@ from typing import Any
 
 import pandas as pd
 
-from mxprobe.attribution import Thresholds, ratios
-from mxprobe.schema import Phase
+from mxprobe.attribution import Thresholds
 
 from .markup import Html, basis, card, chart, percent, tag
+from .outputs import LABELS, Outputs
 
-_LABELS = {Phase.TRAIN.value: "training", Phase.ROLLOUT.value: "rollout", Phase.EVAL.value: "evaluation"}
 
-
-def page_data(outputs: pd.DataFrame, modules: list[str]) -> list[dict[str, Any]]:
+def page_data(outputs: Outputs) -> list[dict[str, Any]]:
     """Per phase, in model order: module positions, realised and predicted relative errors, the last recipes."""
-    position = {name: i for i, name in enumerate(modules)}
-    rows = outputs.assign(module=outputs["module"].astype(str), phase=outputs["phase"].astype(str))
-    compared = ratios.realised_ratios(rows, ["phase", "module"])
-    last = rows.sort_values("step").groupby(["phase", "module"])[["recipe_x", "recipe_w"]].last()
-    exact = rows.groupby(["phase", "module"])["exact"].min()
-    data: list[dict[str, Any]] = []
-    for phase, label in _LABELS.items():
-        part = compared[compared["phase"] == phase]
-        part = part.assign(at=part["module"].map(position)).sort_values("at")
-        if part.empty:
-            continue
-        keys = [(phase, name) for name in part["module"]]
-        data.append(
-            {
-                "phase": phase,
-                "label": label,
-                "module": [int(i) for i in part["at"]],
-                "realised": [_finite(v) for v in part["realised"]],
-                "predicted": [_finite(v) for v in part["predicted"]],
-                "recipe_x": [str(last.loc[key, "recipe_x"]) for key in keys],
-                "recipe_w": [str(last.loc[key, "recipe_w"]) for key in keys],
-                "exact": [bool(exact.loc[key]) for key in keys],
-            }
-        )
-    return data
+    return [
+        {
+            "phase": each.phase,
+            "label": LABELS[each.phase],
+            "module": [int(i) for i in each.module],
+            "realised": [_finite(v) for v in each.realised],
+            "predicted": [_finite(v) for v in each.predicted],
+            "recipe_x": each.recipe_x,
+            "recipe_w": each.recipe_w,
+            "exact": each.exact,
+        }
+        for each in outputs.phases
+    ]
 
 
 def section(data: list[dict[str, Any]], thresholds: Thresholds) -> Html:

@@ -1,21 +1,28 @@
-"""A report: first the maths on the frames (`Report.of`), then the page (`render`)."""
+"""A report: first the maths on the tables (`Report.of`), then the page (`render`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from mxprobe.attribution import Recommendation
+from mxprobe.comparison import Comparison
 from mxprobe.trace import Trace
 
 from . import (
+    against,
+    claims,
     corrections,
     coverage,
+    depth,
     errors,
     explorer,
     layers,
     methods,
+    operands,
+    outputs,
     overhead,
     provenance,
     quality,
@@ -24,9 +31,10 @@ from . import (
     symptoms,
     verdict,
 )
+from .against import Against
 from .inputs import Inputs
-from .markup import card, join, tag
-from .operands import Operands, collect, page_names
+from .markup import Html, card, join, tag
+from .operands import Operands, Scan
 
 
 @dataclass(frozen=True)
@@ -34,21 +42,29 @@ class Report:
     """Everything the page shows, computed; `render` only writes it down."""
 
     inputs: Inputs
+    seen: Scan
     operands: Operands
     columns: pd.DataFrame
     signals: list[symptoms.Signal]
     outputs: list[dict[str, Any]]
+    against: Against | None = None
 
     @classmethod
-    def of(cls, inputs: Inputs) -> "Report":
-        modules = page_names((inputs.tensors, inputs.outputs), inputs.modules)
-        operands = collect(inputs.tensors, modules)
+    def of(cls, inputs: Inputs, *, b: tuple[Inputs, Comparison] | None = None) -> "Report":
+        """Read the tables. `b` is a second run and the comparison of the two, to lay over the first."""
+        seen = operands.scan(inputs.tensors)
+        named = list(dict.fromkeys([*seen.modules, *outputs.modules_of(inputs.outputs)]))
+        modules = operands.page_names(named, inputs.modules)
+        collected = operands.collect(inputs.tensors, seen, modules, n_pages=1 if b is None else 2)
+        layer_outputs = outputs.collect(inputs.outputs, modules)
         return cls(
             inputs=inputs,
-            operands=operands,
-            columns=explorer.columns(operands),
-            signals=symptoms.headline_signals(inputs),
-            outputs=realised.page_data(inputs.outputs, modules),
+            seen=seen,
+            operands=collected,
+            columns=explorer.columns(collected),
+            signals=symptoms.headline_signals(inputs, layer_outputs.mismatch),
+            outputs=realised.page_data(layer_outputs),
+            against=None if b is None else Against.of(*b, collected),
         )
 
     @property
@@ -62,12 +78,21 @@ class Report:
         body = join(
             [
                 verdict.section(recommendation),
+                Html("") if self.against is None else against.section(self.against),
                 symptoms.section(self.signals),
-                errors.section(self.operands, self.columns, recommendation.component, recommendation.verdict),
+                errors.section(
+                    self.operands,
+                    self.columns,
+                    recommendation.component,
+                    recommendation.verdict,
+                    has_b=self.against is not None,
+                ),
                 corrections.section(recommendation),
                 layers.selected(self.operands),
                 layers.all_layers(self.operands),
                 realised.section(self.outputs, recommendation.thresholds),
+                depth.section(self.operands),
+                claims.section(self.operands, recommendation, self.signals),
                 tag(
                     "div",
                     coverage.section(recommendation, inputs.modules),
@@ -82,19 +107,24 @@ class Report:
             ],
             "\n",
         )
-        return shell.render(inputs.name, provenance.headline(inputs), body, self.page_data())
+        facts = provenance.headline(inputs, self.operands.binned.steps)
+        return shell.render(inputs.name, facts, body, self.page_data(), controls=layers.range_controls(self.operands))
 
     def page_data(self) -> dict[str, Any]:
         """What page.js reads: packed numbers and names."""
-        marks = self.inputs.events[self.inputs.events["kind"].astype(str).isin(MARKED_EVENTS).to_numpy()]
+        events = self.inputs.events
+        marks = events[events["kind"].astype(str).isin(MARKED_EVENTS).to_numpy()]
         return {
-            **explorer.page_data(self.operands, self.inputs.whatif, self.inputs.tensors),
-            "signals": symptoms.page_data(self.signals),
+            **explorer.page_data(
+                self.operands, self.seen, self.inputs.whatif, self.inputs.tensors, has_b=self.against is not None
+            ),
+            "signals": symptoms.page_data(self.signals, () if self.against is None else self.against.signals),
             "outputs": self.outputs,
+            "against": None if self.against is None else self.against.page_data(self.operands),
             "events": [
                 {"step": int(step), "kind": str(kind)}
                 for step, kind in zip(marks["step"], marks["kind"], strict=True)
-                if pd.notna(step)
+                if pd.notna(step) and np.isfinite(step)
             ],
         }
 
@@ -103,10 +133,11 @@ class Report:
         coverage_frac = self.inputs.recommendation.coverage.flops_frac
         return {
             "trace": self.inputs.name,
+            "against": None if self.against is None else self.against.name,
             "verdict": str(self.inputs.recommendation.verdict),
             "plain_words": self.inputs.recommendation.plain_words,
             "n_probed_steps": self.operands.n_probed_steps,
-            "n_displayed_steps": len(self.operands.steps),
+            "n_displayed_steps": len(self.operands.binned.steps),
             "n_modules": len(self.operands.modules),
             "n_operands": len(self.operands.totals),
             "n_signals": sum(len(signal.steps) > 0 for signal in self.signals),
@@ -118,13 +149,24 @@ class Report:
 MARKED_EVENTS = ("attached", "detached", "nonfinite", "error")
 
 
-def build_report(trace: Trace, recommendation: Recommendation) -> Report:
-    return Report.of(Inputs.from_trace(trace, recommendation))
+def build_report(
+    trace: Trace, recommendation: Recommendation, *, b: tuple[Trace, Recommendation, Comparison] | None = None
+) -> Report:
+    """The report of a trace, B laid over it where there is one."""
+    other = None if b is None else (Inputs.from_trace(b[0], b[1]), b[2])
+    return Report.of(Inputs.from_trace(trace, recommendation), b=other)
 
 
-def write_report(trace: Trace, recommendation: Recommendation, path: Path, *, command_line: str = "") -> Report:
+def write_report(
+    trace: Trace,
+    recommendation: Recommendation,
+    path: Path,
+    *,
+    command_line: str = "",
+    b: tuple[Trace, Recommendation, Comparison] | None = None,
+) -> Report:
     """Write the page to `path`, whole or not at all. OSError when the place cannot be written."""
-    report = build_report(trace, recommendation)
+    report = build_report(trace, recommendation, b=b)
     text = report.render(command_line=command_line)
     partial = path.with_name(f".{path.name}.part")
     partial.write_text(text, encoding="utf-8")

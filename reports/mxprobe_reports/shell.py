@@ -15,20 +15,26 @@ from .markup import Html, esc, join, tag
 SCRIPTS = ("data.js", "charts.js", "page.js")
 
 NAVIGATION = (
+    ("against", "B against A"),
     ("signals", "Signals"),
     ("error", "Error"),
     ("help", "Corrections"),
     ("layer", "Layer"),
     ("layers-card", "All layers"),
     ("realised", "Realised"),
+    ("depth", "Depth"),
+    ("claims", "Claims"),
     ("coverage", "Coverage"),
     ("quality", "Quality"),
     ("methods", "Methods"),
 )
 
 
-def render(title: str, facts: Sequence[str], body: Html, data: dict[str, Any]) -> str:
-    """The whole HTML document. `data` is what page.js explores; non-finite numbers in it are an error."""
+def render(title: str, facts: Sequence[str], body: Html, data: dict[str, Any], *, controls: Html) -> str:
+    """The whole HTML document. `data` is what page.js explores; non-finite numbers in it are an error.
+
+    `controls` go in the bar at the top, in place of the first fact, the range of steps.
+    """
     plotly = get_plotlyjs()
     code = "\n".join(asset(name) for name in SCRIPTS)
     policy = (
@@ -36,9 +42,12 @@ def render(title: str, facts: Sequence[str], body: Html, data: dict[str, Any]) -
         f"script-src {_hash(plotly)} {_hash(code)}; base-uri 'none'; form-action 'none'"
     )
     present = join([tag("a", text, href=f"#{id}") for id, text in NAVIGATION if f'id="{id}"' in body])
-    run = tag("div", tag("b", title, title=title), *[tag("span", fact, title=fact) for fact in facts], class_="run")
+    said = [tag("span", fact, title=fact) for fact in facts]
+    if controls:
+        said[0] = tag("span", facts[0], class_="print-only")
+    run = tag("div", tag("b", title, title=title), controls, *said, class_="run")
     top = tag(
-        "div",
+        "header",
         tag("div", tag("span", "mxprobe", class_="brand"), run, tag("nav", present, aria_label="Sections")),
         class_="top",
     )

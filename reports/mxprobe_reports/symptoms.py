@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from mxprobe.schema import Phase
+from mxprobe.metrics import Series, preferred
 
-from . import packing
+from . import changes, packing
+from .changes import Change
 from .inputs import Inputs
 from .markup import Html, basis, chart, join, number, percent, table, tag
 
@@ -30,6 +31,7 @@ class Signal:
     from_zero: bool
     missing: str
     is_share: bool = False
+    change: Change | None = None
 
     @property
     def recent(self) -> float:
@@ -53,10 +55,10 @@ HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
 )
 
 
-def headline_signals(inputs: Inputs) -> list[Signal]:
-    """Reward, entropy, mismatch and gradient norm, in this order, empty where the trace has none."""
+def headline_signals(inputs: Inputs, by_step: pd.Series) -> list[Signal]:
+    """Reward, entropy, mismatch (given by step) and gradient norm, in this order, empty where there is none."""
     found = [_metric(inputs.signals, *spec) for spec in HEADLINE]
-    return [*found[:2], mismatch(inputs.outputs), found[2]]
+    return [*found[:2], mismatch(by_step), found[2]]
 
 
 def _metric(signals: pd.DataFrame, id: str, metrics: Sequence[str], title: str, from_zero: bool) -> Signal:
@@ -64,28 +66,25 @@ def _metric(signals: pd.DataFrame, id: str, metrics: Sequence[str], title: str, 
     for metric in metrics:
         rows = signals[(names == metric).to_numpy()]
         if len(rows):
+            rows = _one_series(rows)
             by_step = rows.groupby("step")["value"].mean().sort_index()
             detail = f"logged as {rows['raw_key'].astype(str).iloc[-1]}"
             return _signal(id, title, detail, by_step, from_zero, "")
     return _signal(id, title, "", pd.Series(dtype=float), from_zero, "Not logged in this trace.")
 
 
-def mismatch(outputs: pd.DataFrame) -> Signal:
+def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the one series to show: keys and loggers that mean the same are no further samples."""
+    keys = rows[["source", "framework", "raw_key"]].astype(str)
+    chosen = preferred(Series(*key) for key in keys.drop_duplicates().itertuples(index=False, name=None))
+    if chosen is None:
+        return rows
+    same = [keys[name] == value for name, value in vars(chosen).items()]
+    return rows[(same[0] & same[1] & same[2]).to_numpy()]
+
+
+def mismatch(by_step: pd.Series) -> Signal:
     """Median over modules of |realised error in rollout - in training| per step; relative squared error."""
-    usable = outputs[(pd.to_numeric(outputs["ref2"]) > 0).to_numpy()]
-    realised = pd.to_numeric(usable["realised2"]) / pd.to_numeric(usable["ref2"])
-    frame = pd.DataFrame(
-        {
-            "step": usable["step"].to_numpy(),
-            "module": usable["module"].astype(str).to_numpy(),
-            "phase": usable["phase"].astype(str).to_numpy(),
-            "realised": realised.to_numpy(dtype=float),
-        }
-    )
-    wide = frame.groupby(["step", "module", "phase"])["realised"].mean().unstack("phase")
-    both = {Phase.TRAIN.value, Phase.ROLLOUT.value} <= set(wide.columns)
-    gap = (wide[Phase.ROLLOUT.value] - wide[Phase.TRAIN.value]).abs().dropna() if both else pd.Series(dtype=float)
-    by_step = gap.groupby(level=0).median() if len(gap) else pd.Series(dtype=float)
     why = "Training and rollout were not both seen in this trace."
     return _signal("mismatch", "Mismatch", "|rollout − training|", by_step, True, why, is_share=True)
 
@@ -104,29 +103,43 @@ def _signal(
     if n_steps and not np.isfinite(values).any():
         missing = "Every logged value is NaN or infinite."
         steps, values = steps[:0], values[:0]
-    return Signal(id, title, detail, steps, values, from_zero, missing, is_share)
+    return Signal(id, title, detail, steps, values, from_zero, missing, is_share, changes.find(steps, values))
 
 
-def page_data(signals: Sequence[Signal]) -> list[dict[str, Any]]:
-    """For page.js: only signals with values; `smooth` is a centred running mean over 1/20 of the steps."""
+def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[dict[str, Any]]:
+    """For page.js: only signals with values; `smooth` is a centred running mean over 1/20 of the steps.
+
+    `others` are the same signals of the run that is laid over this one.
+    """
     data: list[dict[str, Any]] = []
+    against = {
+        other.id: {"steps": packing.pack(other.steps), "values": packing.pack(_smooth(other.values))}
+        for other in others
+        if len(other.steps)
+    }
     for signal in signals:
         if not len(signal.steps):
             continue
-        width = len(signal.values) // 20
-        smooth = pd.Series(signal.values).rolling(width, center=True, min_periods=1).mean() if width >= 3 else None
+        smooth = _smooth(signal.values) if len(signal.values) // 20 >= 3 else None
         data.append(
             {
                 "id": signal.id,
                 "title": signal.title,
                 "from_zero": signal.from_zero,
                 "is_share": signal.is_share,
+                "change": None if signal.change is None else signal.change.to_page(),
+                "against": against.get(signal.id),
                 "steps": packing.pack(signal.steps),
                 "values": packing.pack(signal.values),
                 "smooth": None if smooth is None else packing.pack(smooth),
             }
         )
     return data
+
+
+def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    width = max(len(values) // 20, 1)
+    return pd.Series(values).rolling(width, center=True, min_periods=1).mean().to_numpy(dtype=float)
 
 
 def section(signals: Sequence[Signal]) -> Html:
@@ -143,7 +156,8 @@ def _card(signal: Signal) -> Html:
         moved = f"{moved}; {signal.detail}" if signal.detail else moved
         label = f"{signal.title} over {len(signal.values)} steps, lately {show(signal.recent)}, {moved}"
         value = tag("p", show(signal.recent), tag("small", moved), class_="value")
-        body = join([value, chart(f"signal-{signal.id}", label, size="short")])
+        said = [] if signal.change is None else [changes.line(signal.change, show)]
+        body = join([value, chart(f"signal-{signal.id}", label, size="short"), *said])
     return tag("section", header, body, class_="card signal")
 
 

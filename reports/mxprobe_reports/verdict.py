@@ -79,17 +79,21 @@ def _evidence(recommendation: Recommendation) -> Html:
     if not recommendation.evidence:
         return Html("")
     rows = [_row(evidence) for evidence in recommendation.evidence]
-    content = table(["", "evidence", "value", "threshold", "basis"], rows, numeric=(2, 3))
-    return tag("details", tag("summary", f"Evidence ({len(rows)})"), content)
+    content = table(["evidence", "value", "threshold", "", "basis"], rows, numeric=(1, 2))
+    note = tag(
+        "p",
+        "“Reached” says on which side of its threshold a fact lies. It is no judgement: a mismatch that does not reach "
+        "its threshold is good news.",
+        class_="note",
+    )
+    return tag("details", tag("summary", f"Evidence ({len(rows)})"), content, note)
 
 
 def _row(evidence: Evidence) -> list[object]:
-    speaks = {True: "✓", False: "✗", None: ""}[evidence.holds]
-    label = {True: "holds", False: "does not hold", None: ""}[evidence.holds]
-    mark = tag("span", speaks, title=label, aria_label=label) if speaks else ""
+    side = {True: "reached", False: "not reached", None: ""}[evidence.holds]
     numbers = ["" if v is None else number(v) for v in (evidence.value, evidence.threshold)]
     kind = basis(str(evidence.certainty).split()[0])
-    return [mark, evidence.text, *numbers, kind]
+    return [evidence.text, *numbers, tag("span", side, class_="gate"), kind]
 
 
 def _caveats(recommendation: Recommendation) -> Html:

@@ -1,53 +1,96 @@
-"""What each correction leaves of the error, operand by operand, against the uncorrected quantizer on the same rows."""
+"""What each correction leaves of the error, operand by operand, against the uncorrected quantizer on the same steps.
+
+A what-if row says what is left by a correction; what there was before is in the tensors table. Both are added over
+the rows that have a partner: ratios of sums, not means of ratios.
+"""
+
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pandas as pd
 
 from . import names
-from .operands import Operands
+from .operands import Operands, Scan
+from .rows import Array, Indices, Rows, add_by, codes, names_of, numbers
 
 LEFT: tuple[str, ...] = ("output", "error", "on_deadzone", "zeroed")
-_ROW = ["rank", "step", "micro_step", "module", "role", "phase"]
-_BASE = ["sum_e2", "sum_e2_on_d", "out_e2", "out_ref2"]
+_AFTER = ("n", "n_zeroed", "sum_e2", "sum_e2_on_d", "out_e2", "out_ref2")
+_BASE = ("sum_e2", "sum_e2_on_d", "out_e2", "out_ref2")
 
 
-def collect(
-    whatif: pd.DataFrame, tensors: pd.DataFrame, operands: Operands
-) -> tuple[list[str], dict[str, npt.NDArray[np.float64]]]:
+def collect(whatif: Rows, tensors: Rows, seen: Scan, operands: Operands) -> tuple[list[str], dict[str, Array]]:
     """Corrections, and (n_operands, n_corrections) arrays named by `LEFT`, NaN where nothing was tried.
 
     `output`, `error` and `on_deadzone` are energies left, of the GEMM output's error, of the operand's and of its
     part on the deadzone, relative to the uncorrected quantizer; `zeroed` is the fraction of values that become 0.
     """
-    tried = whatif[(whatif["phase"].astype(str) == operands.phase).to_numpy()]
-    corrections = sorted({str(name) for name in tried["correction"].dropna().unique()}, key=names.natural_key)
-    left = {name: np.full((len(operands.totals), len(corrections)), np.nan) for name in LEFT}
-    if tried.empty or operands.totals.empty:
+    found: dict[str, None] = {}
+    for piece in whatif.chunks(("correction", "phase")):
+        if operands.phase in names_of(piece, "phase"):
+            found.update(dict.fromkeys(names_of(piece, "correction")))
+    corrections = sorted(found, key=names.natural_key)
+    n_operands = len(operands.totals)
+    left = {name: np.full((n_operands, len(corrections)), np.nan) for name in LEFT}
+    if not corrections or not n_operands:
         return corrections, left
-    text = {"module": str, "role": str, "phase": str}
-    base = tensors[[*_ROW, *_BASE]].astype(text)
-    paired = tried.astype({**text, "correction": str}).merge(base, on=_ROW, suffixes=("", "_base"))
-    numbers = ["n", "n_zeroed", "sum_e2", "sum_e2_on_d", "out_e2", "out_ref2", *(f"{name}_base" for name in _BASE)]
-    finite = np.isfinite(paired[numbers].to_numpy(dtype=float)).all(axis=1)
-    sums = paired[finite].groupby(["module", "role", "correction"])[numbers].sum()
-    ratio = pd.DataFrame(
-        {
-            "output": _over(sums["out_e2"] * sums["out_ref2_base"], sums["out_e2_base"] * sums["out_ref2"]),
-            "error": _over(sums["sum_e2"], sums["sum_e2_base"]),
-            "on_deadzone": _over(sums["sum_e2_on_d"], sums["sum_e2_on_d_base"]),
-            "zeroed": _over(sums["n_zeroed"], sums["n"]),
-        }
-    )
-    keys = zip(operands.totals["module"], operands.totals["role"], strict=True)
-    row_at = {(operands.modules[int(m)], operands.roles[int(r)]): i for i, (m, r) in enumerate(keys)}
-    column_at = {name: c for c, name in enumerate(corrections)}
-    for (module, role, correction), values in zip(ratio.index, ratio.to_dict("records"), strict=True):
-        if (module, role) in row_at:
-            for name in LEFT:
-                left[name][row_at[module, role], column_at[correction]] = values[name]
+    keys = _Keys(seen, operands)
+    base = _base_per_step(tensors, keys, n_operands)
+    after = np.zeros((len(_AFTER) + len(_BASE), n_operands * len(corrections)))
+    at = {name: i for i, name in enumerate(corrections)}
+    for piece in whatif.chunks(("step", "module", "role", "phase", "correction", *_AFTER)):
+        operand, position = keys.of(piece)
+        correction = codes(piece, "correction", at)
+        values = numbers(piece, _AFTER)
+        usable = (operand >= 0) & (correction >= 0) & np.isfinite(values).all(axis=0)
+        before = base[position[usable], operand[usable]].T
+        paired = np.isfinite(before).all(axis=0)
+        chosen = np.flatnonzero(usable)[paired]
+        together = np.concatenate([values[:, chosen], before[:, paired]])
+        add_by(after, operand[chosen] * len(corrections) + correction[chosen], together)
+    n, n_zeroed, e2, e2_on_d, out2, ref2, *before = after.reshape(-1, n_operands, len(corrections))
+    base_e2, base_on_d, base_out2, base_ref2 = before
+    left["output"] = _over(out2 * base_ref2, base_out2 * ref2)
+    left["error"] = _over(e2, base_e2)
+    left["on_deadzone"] = _over(e2_on_d, base_on_d)
+    left["zeroed"] = _over(n_zeroed, n)
     return corrections, left
 
 
-def _over(above: pd.Series, below: pd.Series) -> pd.Series:
-    return above.astype(float) / below.astype(float).where(below > 0)
+class _Keys:
+    """Rows of `totals` and positions of steps for the rows of a piece."""
+
+    def __init__(self, seen: Scan, operands: Operands) -> None:
+        self.seen, self.phase = seen, operands.phase
+        self.module_at = {name: i for i, name in enumerate(operands.modules)}
+        self.role_at = {name: i for i, name in enumerate(operands.roles)}
+        self.row = np.full((len(operands.modules) + 1, len(operands.roles) + 1), -1)
+        self.row[operands.totals["module"], operands.totals["role"]] = np.arange(len(operands.totals))
+
+    def of(self, piece: Any) -> tuple[Indices, Indices]:
+        """(operand, step position), each (n,); operand -1 where a row is of none, or of another phase."""
+        operand = self.row[codes(piece, "module", self.module_at), codes(piece, "role", self.role_at)]
+        step = np.nan_to_num(piece.column("step").to_numpy(), nan=-1).astype(np.int64)
+        position = np.clip(np.searchsorted(self.seen.steps, step), 0, len(self.seen.steps) - 1)
+        known = (self.seen.steps[position] == step) & (codes(piece, "phase", {self.phase: 0}) == 0)
+        return np.where(known, operand, -1), position
+
+
+def _base_per_step(tensors: Rows, keys: _Keys, n_operands: int) -> Array:
+    """(steps, operands, sums) of the uncorrected quantizer; NaN where an operand was not measured.
+
+    Means over ranks and micro steps, so that each what-if row of a step has the same partner.
+    """
+    n_steps = len(keys.seen.steps)
+    sums = np.zeros((len(_BASE) + 1, n_operands * n_steps))
+    for piece in tensors.chunks(("step", "module", "role", "phase", *_BASE)):
+        operand, position = keys.of(piece)
+        values = numbers(piece, _BASE)
+        usable = (operand >= 0) & np.isfinite(values).all(axis=0)
+        counted = np.concatenate([values[:, usable], np.ones((1, int(usable.sum())))])
+        add_by(sums, position[usable] * n_operands + operand[usable], counted)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = sums[:-1] / np.where(sums[-1] > 0, sums[-1], np.nan)
+    return np.ascontiguousarray(mean.reshape(len(_BASE), n_steps, n_operands).transpose(1, 2, 0))
+
+
+def _over(above: Array, below: Array) -> Array:
+    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
@@ -64,10 +63,10 @@ def test_empty_trace_gives_a_page(tmp_path: Path) -> None:
 
 
 def test_trace_full_of_nan_gives_a_page_that_says_so(tmp_path: Path) -> None:
-    frames = report_frames.inputs(n_layers=1)
+    frames = report_frames.tables(n_layers=1)
     writer = TraceWriter(tmp_path / "nan.mxprobe", {})
     for table in ("tensors", "outputs", "whatif", "signals", "modules", "overhead"):
-        frame: pd.DataFrame = getattr(frames, table).drop(columns="rank")
+        frame = frames[table].drop(columns="rank")
         floats = [name for name, kind in TABLES[table] if kind == "float64"]
         frame[floats] = math.nan
         writer.append(table, {name: frame[name].tolist() for name in frame})

@@ -186,13 +186,13 @@ def test_one_step_gives_a_page_and_a_warning() -> None:
 
 
 def test_nan_laden_trace_gives_a_page_that_says_so() -> None:
-    whole_run = report_frames.inputs()
-    tensors, outputs, signals = whole_run.tensors.copy(), whole_run.outputs.copy(), whole_run.signals.copy()
+    whole_run = report_frames.tables()
+    tensors, outputs, signals = whole_run["tensors"], whole_run["outputs"], whole_run["signals"]
     floats = tensors.select_dtypes("float").columns
     tensors[floats] = np.nan
     outputs[["ref2", "realised2", "predicted2", "residual2"]] = np.nan
     signals["value"] = np.nan
-    overhead = whole_run.overhead.astype({"step_ns": float, "probe_ns": float})
+    overhead = whole_run["overhead"].astype({"step_ns": float, "probe_ns": float})
     overhead[["step_ns", "probe_ns"]] = np.nan
     html = page(tensors=tensors, outputs=outputs, signals=signals, overhead=overhead)
     text = text_of(html)

@@ -6,7 +6,7 @@ const CONFIG = { displayModeBar: false, displaylogo: false, showSendToCloud: fal
 function theme() {
   const style = getComputedStyle(document.documentElement);
   const get = (name) => style.getPropertyValue("--" + name).trim();
-  const names = ["ink", "soft", "faint", "line", "grid-line", "card", "scale", "deadzone", "grid", "saturation", "sans"];
+  const names = ["ink", "soft", "faint", "line", "grid-line", "card", "scale", "deadzone", "grid", "saturation", "b", "sans"];
   return Object.fromEntries(names.map((name) => [name, get(name)]));
 }
 
@@ -38,11 +38,20 @@ function line(t, name, steps, values, color, extra) {
   };
 }
 
-// Dashed level of the same quantity on Gaussian data of the tensor's own magnitude.
+// Dashed level of the same quantity on Gaussian data of the tensor's own magnitude; the band of any magnitude is a shape.
 function reference(t, steps, level) {
   return line(t, "Gaussian", [steps[0], steps[steps.length - 1]], [level, level], t.faint, {
     mode: "lines", line: { color: t.faint, width: 1.2, dash: "dash" },
   });
+}
+function bandShape(t, band) {
+  if (!band) return [];
+  const [y0, y1] = band;
+  return [{ type: "rect", xref: "paper", x0: 0, x1: 1, y0, y1, layer: "below", line: { width: 0 }, fillcolor: t.faint, opacity: 0.28 }];
+}
+const B_LINE = (t) => ({ mode: "lines", line: { color: t.b, width: 1.8, dash: "dash" } });
+function stepAxis(extra) {
+  return shown.from === null ? extra : { ...extra, range: [shown.from, shown.to], autorange: false };
 }
 
 function signalFigure(index) {
@@ -55,14 +64,26 @@ function signalFigure(index) {
     data.push({ type: "scatter", mode: "lines", name: "each step", x: steps, y: raw, line: { color: t.faint, width: 1 }, opacity: 0.45, hoverinfo: "skip" });
     data.push(line(t, "running mean", steps, unpack(signal.smooth).values, t.ink, { mode: "lines" }));
   } else data.push(line(t, signal.title, steps, raw, t.ink));
-  const shapes = DATA.events.map((event) => ({
-    type: "line", xref: "x", yref: "paper", x0: event.step, x1: event.step, y0: 0, y1: 1,
-    line: { color: t.faint, width: 1, dash: "dot" },
-  }));
+  if (signal.against) data.push(line(t, "B", unpack(signal.against.steps).values, unpack(signal.against.values).values, t.b, B_LINE(t)));
+  const mark = (step, color, dash) => ({ type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, line: { color, width: 1.2, dash } });
+  const label = (step, text, hovertext, color) => ({ x: step, y: 1, xref: "x", yref: "paper", yanchor: "bottom", text, hovertext, showarrow: false, font: { size: 10, color }, captureevents: true });
+  const { change } = signal;
+  const shapes = DATA.events.map((event) => mark(event.step, t.faint, "dot"));
+  const annotations = DATA.events.map((event) => label(event.step, EVENT_MARKS[event.kind] || "•", plain(event.kind) + " at step " + event.step, t.faint));
+  if (change && change.at !== null) {
+    shapes.push(mark(change.at, t.saturation, "dash"));
+    annotations.push(label(change.at, "◆", "step at " + change.at + ", p " + number(change.p) + ", associated", t.saturation));
+  }
   const yaxis = { nticks: 4, rangemode: signal.from_zero ? "tozero" : "normal", tickformat: signal.is_share ? ".2~p" : "" };
-  const all = DATA.signals.flatMap((s) => Array.from(unpack(s.steps).values));
-  const [low, high] = all.reduce(([a, b], s) => [Math.min(a, s), Math.max(b, s)], [Infinity, -Infinity]);
-  return { data, layout: layout(t, { ...UNIFIED, shapes, margin: { l: 38, r: 8, t: 6, b: 20 }, yaxis, xaxis: { nticks: 6, range: low < high ? [low, high] : [low - 1, low + 1] } }) };
+  const [low, high] = signalSteps();
+  const xaxis = stepAxis({ nticks: 6, range: low < high ? [low, high] : [low - 1, low + 1] });
+  return { data, layout: layout(t, { ...UNIFIED, shapes, annotations, margin: { l: 38, r: 8, t: annotations.length ? 14 : 6, b: 20 }, yaxis, xaxis }) };
+}
+const EVENT_MARKS = { attached: "▸", detached: "◂", nonfinite: "∞", error: "!" };
+// One axis for all signals, so that what happened at a step stands in one place.
+function signalSteps() {
+  const ends = DATA.signals.flatMap((s) => { const steps = unpack(s.steps).values; return [steps[0], steps[steps.length - 1]]; });
+  return [Math.min(...ends), Math.max(...ends)];
 }
 function signalTable(index) {
   const signal = DATA.signals[index];
@@ -102,6 +123,7 @@ function heatFigure(key, selected) {
     const share = (c) => percent(valueOf("operands", c, at));
     return [
       plain(shorten(modules[i], 60)) + " · " + DATA.roles[r].label, plain(m.label) + ": <b>" + FORMAT[m.format](v) + "</b>",
+      "Gaussian data: " + percent(valueOf("operands", "nmse_reference", at)) + " output error, " + percent(valueOf("operands", "zeroed_reference", at)) + " zeroed",
       "split of the output error: scale " + share("out_scale") + ", deadzone " + share("out_deadzone") + ", grid " + share("out_grid"),
     ].join("<br>");
   }));
@@ -132,14 +154,14 @@ function heatTable(key) {
 }
 
 const PARTS = [["scale", "scale"], ["deadzone", "deadzone"], ["grid", "grid"]];
-function seriesOf(index, names) {
-  return names.map((name) => rowOf("series", name, index));
+function seriesOf(index, names, view = currentView()) {
+  return names.map((name) => lineOf(view, name, index));
 }
 function total(rows) {
   return rows[0].map((_, i) => rows.reduce((sum, row) => sum + row[i], 0));
 }
 function stepsOf() {
-  return unpack(DATA.series.steps).values;
+  return stepsOfView(currentView());
 }
 
 // prefix "" is the operand's own error, "out_" that of the GEMM it feeds.
@@ -150,20 +172,24 @@ function componentsFigure(index, prefix) {
   const rows = seriesOf(index, PARTS.map(([name]) => prefix + name));
   const data = PARTS.map(([name, color], i) => line(t, name, steps, rows[i], t[color]));
   data.unshift(line(t, "total", steps, total(rows), t.ink, { line: { color: t.ink, width: 2.2 } }));
-  if (!prefix) data.push(reference(t, steps, valueOf("operands", "nmse_reference", index)));
-  else data.push(line(t, "on zeroed", steps, rowOf("series", "out_zeroed", index), t.deadzone, { line: { color: t.deadzone, width: 1.4, dash: "dot" } }));
-  return stepFigure(t, data);
+  if (prefix) data.push(line(t, "on zeroed", steps, seriesOf(index, ["out_zeroed"])[0], t.deadzone, { line: { color: t.deadzone, width: 1.4, dash: "dot" } }));
+  if (DATA.against) {
+    const view = DATA.against.view;
+    data.push(line(t, "total of B", stepsOfView(view), total(seriesOf(index, PARTS.map(([name]) => prefix + name), view)), t.b, B_LINE(t)));
+  }
+  data.push(reference(t, steps, valueOf("operands", "nmse_reference", index)));
+  return stepFigure(t, data, {}, bandShape(t, bandOf(index, "nmse")));
 }
-function stepFigure(t, data, yaxis) {
+function stepFigure(t, data, yaxis, shapes) {
   data.forEach((trace) => { trace.hovertemplate = "%{y:.3p}"; });
-  return { data, layout: layout(t, { ...UNIFIED, ...LEGEND(t), margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: { title: "step", zeroline: false }, yaxis: { tickformat: ".2~p", rangemode: "tozero", ...yaxis } }) };
+  return { data, layout: layout(t, { ...UNIFIED, ...LEGEND(t), shapes, margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: stepAxis({ title: "step", zeroline: false }), yaxis: { tickformat: ".2~p", rangemode: "tozero", ...yaxis } }) };
 }
 function componentsTable(index, prefix) {
   const names = PARTS.map(([name]) => prefix + name);
   const rows = seriesOf(index, names);
   const sum = total(rows);
   const head = ["step", "total", ...PARTS.map(([name]) => name)];
-  if (prefix) { head.push("made on zeroed values"); rows.push(rowOf("series", "out_zeroed", index)); }
+  if (prefix) { head.push("made on zeroed values"); rows.push(seriesOf(index, ["out_zeroed"])[0]); }
   return { head, format: ["number", ...head.slice(1).map(() => "percent")], rows: Array.from(stepsOf(), (s, i) => [s, sum[i], ...rows.map((r) => r[i])]) };
 }
 
@@ -172,10 +198,11 @@ function zerosFigure(index) {
   const t = theme();
   const steps = stepsOf();
   return stepFigure(t, [
-    line(t, "rounded to zero", steps, rowOf("series", "zero_frac", index), t.deadzone),
-    line(t, "clipped", steps, rowOf("series", "saturated_frac", index), t.saturation),
+    line(t, "rounded to zero", steps, seriesOf(index, ["zero_frac"])[0], t.deadzone),
+    line(t, "clipped", steps, seriesOf(index, ["saturated_frac"])[0], t.saturation),
+    ...(DATA.against ? [line(t, "zeroed in B", stepsOfView(DATA.against.view), lineOf(DATA.against.view, "zero_frac", index), t.b, B_LINE(t))] : []),
     reference(t, steps, valueOf("operands", "zeroed_reference", index)),
-  ]);
+  ], {}, bandShape(t, bandOf(index, "zero_frac")));
 }
 function zerosTable(index) {
   const [zeroed, clipped] = seriesOf(index, ["zero_frac", "saturated_frac"]);
@@ -199,6 +226,33 @@ function deltaFigure(index) {
 }
 function deltaTable(index) {
   return { head: ["from, octaves", "to, octaves", "share of blocks"], format: ["number", "number", "percent"], rows: deltaBins(index) };
+}
+
+const WGRAD = [["g_wgrad", "deadzone", "circle"], ["x_wgrad", "scale", "diamond"]];
+function depthFigure(selected) {
+  const t = theme();
+  const data = WGRAD.map(([key, color, symbol]) => {
+    const r = DATA.roles.findIndex((role) => role.key === key);
+    const at = DATA.modules.names.map((_, i) => operandAt(i, r));
+    const y = at.map((i) => { const v = valueOf("operands", "out_error", i); return v > 0 ? v : null; });
+    const text = at.map((i, m) => plain(shorten(DATA.modules.names[m], 60)) + "<br>" + (r < 0 ? "" : plain(DATA.roles[r].label)) + " <b>" + percent(y[m] === null ? NaN : y[m]) + "</b>");
+    return {
+      type: "scatter", mode: "markers", name: (r < 0 ? key : DATA.roles[r].label) + " rounded", x: at.map((_, m) => m), y, text, customdata: at.map((_, m) => m),
+      hovertemplate: "%{text}<extra></extra>", marker: { color: t[color], symbol, size: DATA.modules.names.length > 60 ? 4 : 7 },
+    };
+  });
+  if (!data.some((d) => d.y.some((v) => v !== null))) return "No weight-gradient operand was measured in the steps shown.";
+  const shapes = bandShape(t, DATA.bands.length === 1 ? DATA.bands[0].nmse : undefined);
+  if (selected.module >= 0) shapes.push({ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: selected.module - 0.5, x1: selected.module + 0.5, line: { width: 0 }, fillcolor: t["grid-line"] });
+  const xaxis = { ...moduleTicks(), range: [-0.6, DATA.modules.names.length - 0.4], zeroline: false };
+  return { data, layout: layout(t, { ...LEGEND(t), shapes, xaxis, yaxis: { type: "log", tickformat: ".2~p", zeroline: false, nticks: 6 }, margin: { l: 46, r: 8, t: 30, b: 22 } }) };
+}
+function depthTable() {
+  const roles = WGRAD.map(([key]) => DATA.roles.findIndex((role) => role.key === key));
+  return {
+    head: ["module", "layer", ...WGRAD.map(([key], i) => (roles[i] < 0 ? key : DATA.roles[roles[i]].label))], format: ["text", "text", "percent", "percent"],
+    rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("operands", "out_error", operandAt(m, r)))]),
+  };
 }
 
 const FLOOR = 1e-8;

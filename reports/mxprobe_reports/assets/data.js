@@ -11,7 +11,7 @@ function unpack(packed) {
 const decoded = new Map();
 function column(group, name) {
   const key = group + "/" + name;
-  if (!decoded.has(key)) decoded.set(key, unpack(DATA[group].columns[name]));
+  if (!decoded.has(key)) decoded.set(key, unpack(group === "against" ? DATA.against[name] : DATA[group].columns[name]));
   return decoded.get(key);
 }
 
@@ -20,8 +20,65 @@ function rowOf(group, name, index) {
   const { values, shape } = column(group, name);
   return values.subarray(index * shape[1], (index + 1) * shape[1]);
 }
+// Which steps and which rank are shown; null is all of them.
+const shown = { view: 0, from: null, to: null };
+const viewLines = new Map();
+function viewColumn(view, name) {
+  const key = view.label + "/" + name;
+  if (!viewLines.has(key)) viewLines.set(key, unpack(view.columns[name]));
+  return viewLines.get(key);
+}
+function currentView() {
+  return DATA.views[shown.view];
+}
+function stepsOfView(view) {
+  if (!viewLines.has(view.label)) viewLines.set(view.label, unpack(view.steps).values);
+  return viewLines.get(view.label);
+}
+function lineOf(view, name, index) {
+  const { values, shape } = viewColumn(view, name);
+  return values.subarray(index * shape[1], (index + 1) * shape[1]);
+}
+function isAll() {
+  return shown.view === 0 && shown.from === null;
+}
+
+// Ratios over the steps shown: each bin weighted with its own energy or count, so that this is sums over sums.
+function meanOver(name, weight, index) {
+  const view = currentView();
+  const steps = stepsOfView(view);
+  const line = lineOf(view, name, index);
+  const weights = lineOf(view, weight, index);
+  let above = 0;
+  let below = 0;
+  for (let i = 0; i < steps.length; i++) {
+    if (shown.from !== null && (steps[i] < shown.from || steps[i] > shown.to)) continue;
+    if (!Number.isFinite(line[i]) || !(weights[i] > 0)) continue;
+    above += line[i] * weights[i];
+    below += weights[i];
+  }
+  return below > 0 ? above / below : NaN;
+}
+const partsOf = (prefix, weight) => (i) => ["scale", "deadzone", "grid"].reduce((sum, name) => sum + meanOver(prefix + name, weight, i), 0);
+const outError = partsOf("out_", "output");
+const operandError = partsOf("", "signal");
+const OVER_STEPS = {
+  out_error: outError, nmse: operandError,
+  sqnr_db: (i) => -10 * Math.log10(operandError(i)),
+  nmse_ratio: (i) => operandError(i) / column("operands", "nmse_reference").values[i],
+  zero_frac: (i) => meanOver("zero_frac", "values", i), saturated_frac: (i) => meanOver("saturated_frac", "values", i),
+};
+for (const name of ["scale", "deadzone", "grid", "zeroed", "saturated"]) OVER_STEPS["out_" + name] = (i) => meanOver("out_" + name, "output", i) / outError(i);
+for (const name of ["scale", "deadzone", "grid"]) OVER_STEPS[name] = (i) => meanOver(name, "signal", i) / operandError(i);
+
 function valueOf(group, name, index) {
-  return index < 0 ? NaN : column(group, name).values[index];
+  if (index < 0) return NaN;
+  if (name === "b_over_a") return column("against", "error").values[index] / column("operands", "out_error").values[index];
+  if (group === "operands" && !isAll() && OVER_STEPS[name]) return OVER_STEPS[name](index);
+  return column(group, name).values[index];
+}
+function bandOf(index, name) {
+  return index < 0 ? undefined : DATA.bands[DATA.operands.rule[index]][name];
 }
 
 const operandIndex = new Map();

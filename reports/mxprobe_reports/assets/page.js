@@ -14,10 +14,11 @@ const CHARTS = {
   output: { figure: () => componentsFigure(current(), "out_"), table: () => componentsTable(current(), "out_"), follows: true },
   zeros: { figure: () => zerosFigure(current()), table: () => zerosTable(current()), follows: true },
   delta: { figure: () => deltaFigure(current()), table: () => deltaTable(current()), follows: true },
+  depth: { figure: () => depthFigure(state), table: depthTable, follows: true, picks: "point" },
   realised: { figure: () => realisedFigure(state), table: realisedTable, follows: true, picks: "point" },
 };
 DATA.signals.forEach((signal, i) => {
-  CHARTS["signal-" + signal.id] = { figure: () => signalFigure(i), table: () => signalTable(i) };
+  CHARTS["signal-" + signal.id] = { figure: () => signalFigure(i), table: () => signalTable(i), follows: false };
 });
 
 const visible = new Set();
@@ -67,8 +68,39 @@ function select(module, role) {
   state.module = module;
   if (operandAt(module, role) >= 0) state.role = role;
   else state.role = Math.max(0, DATA.roles.findIndex((_, r) => operandAt(module, r) >= 0));
-  history.replaceState(null, "", "#layer=" + DATA.modules.slugs[module] + "&operand=" + DATA.roles[state.role].key);
+  keepInAddress();
   follow();
+}
+// Without selection the address stays as it was opened; with one it says all that is not the default.
+function keepInAddress() {
+  let fragment = "#layer=" + DATA.modules.slugs[state.module] + "&operand=" + DATA.roles[state.role].key;
+  if (shown.from !== null) fragment += "&steps=" + shown.from + "-" + shown.to;
+  if (shown.view > 0) fragment += "&rank=" + shown.view;
+  history.replaceState(null, "", fragment);
+}
+
+// Steps outside the run are cut to it; the whole of it is no range.
+function showSteps(from, to) {
+  const steps = stepsOfView(DATA.views[0]);
+  const [first, last] = [steps[0], steps[steps.length - 1]];
+  const cut = (step, otherwise) => (Number.isFinite(step) ? Math.min(Math.max(step, first), last) : otherwise);
+  const [low, high] = [cut(from, first), cut(to, last)].sort((a, b) => a - b);
+  const whole = low === first && high === last;
+  shown.from = whole ? null : low;
+  shown.to = whole ? null : high;
+  if (!byId("step-from")) return;
+  byId("step-from").value = low;
+  byId("step-to").value = high;
+  byId("steps-all").hidden = whole;
+}
+function showRank(view) {
+  shown.view = DATA.views[view] ? view : 0;
+  if (byId("rank-select")) byId("rank-select").value = shown.view;
+}
+function showAgain() {
+  keepInAddress();
+  follow();
+  for (const node of visible) if (node.dataset.chart.startsWith("signal-")) draw(node);
 }
 function follow() {
   if (state.module < 0) return;
@@ -89,7 +121,7 @@ function fillKeys() {
   const at = current();
   const get = (name) => valueOf("operands", name, at);
   const entries = [
-    ["Output error", percent(get("out_error")), "of ‖output‖², alone"],
+    ["Output error", percent(get("out_error")), "Gaussian: " + percent(get("nmse_reference"))],
     ["Made on zeroed values", percent(get("out_zeroed")), "share of output error"],
     ["Operand error", percent(get("nmse")), "Gaussian: " + percent(get("nmse_reference"))],
     ["SQNR", decibel(get("sqnr_db")), "Gaussian: " + decibel(-10 * Math.log10(get("nmse_reference")))],
@@ -145,6 +177,9 @@ function readFragment() {
   const module = DATA.modules.slugs.indexOf(wanted.get("layer"));
   if (module < 0) return false;
   const role = DATA.roles.findIndex((r) => r.key === wanted.get("operand"));
+  const steps = (wanted.get("steps") || "").match(/^(-?\d+)-(\d+)$/);
+  showSteps(steps ? Number(steps[1]) : NaN, steps ? Number(steps[2]) : NaN);
+  showRank(Number(wanted.get("rank") || 0));
   select(module, role < 0 ? state.role : role);
   return true;
 }
@@ -162,7 +197,7 @@ function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("beforeprint", () => {
     document.body.classList.add("printing");
-    document.querySelectorAll("#verdict details").forEach((details) => { details.open = true; });
+    document.querySelectorAll("#verdict details, #against details").forEach((details) => { details.open = true; });
     for (const node of document.querySelectorAll("[data-chart]")) {
       draw(node);
       // Resizing by itself comes after a delay, which printing does not wait for.
@@ -194,6 +229,13 @@ function start() {
   for (const button of document.querySelectorAll("button[data-pick]")) {
     button.addEventListener("click", () => { const [m, r] = button.dataset.pick.split(",").map(Number); select(m, r); });
   }
+  if (byId("step-from")) {
+    const read = () => { showSteps(parseInt(byId("step-from").value, 10), parseInt(byId("step-to").value, 10)); showAgain(); };
+    byId("step-from").addEventListener("change", read);
+    byId("step-to").addEventListener("change", read);
+    byId("steps-all").addEventListener("click", () => { showSteps(NaN, NaN); showAgain(); byId("step-from").focus(); });
+  }
+  if (byId("rank-select")) byId("rank-select").addEventListener("change", (event) => { showRank(Number(event.target.value)); showAgain(); });
   byId("layer-filter").addEventListener("input", fillLayers);
   byId("operand-filter").addEventListener("change", fillLayers);
   byId("layers-more").addEventListener("click", () => { state.limit = Infinity; fillLayers(); });

@@ -1,0 +1,64 @@
+"""What a curve did: its trend, and the one step that explains it better than a straight line would.
+
+A change of one run is associated with what happened then, not caused by it: the page says so in each line.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mxprobe.attribution.trends import ALPHA, find_step, mann_kendall
+
+from .markup import Html, basis, number, tag
+
+
+@dataclass(frozen=True)
+class Change:
+    """`at` is the first step after the change point; it and the levels are None where there is none."""
+
+    trend: str
+    """`rising`, `falling` or `flat`."""
+    trend_p: float
+    at: int | None = None
+    before: float | None = None
+    after: float | None = None
+    p: float | None = None
+
+    def to_page(self) -> dict[str, Any]:
+        return {"trend": self.trend, "at": self.at, "before": self.before, "after": self.after, "p": self.p}
+
+
+def find(steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> Change | None:
+    """Mann-Kendall and a step test, both aware of autocorrelation. None with fewer than 8 finite values."""
+    finite = np.isfinite(values)
+    trend = mann_kendall(values)
+    if trend is None:
+        return None
+    direction = trend.direction()
+    step = find_step(values)
+    if step is None or not step.p < ALPHA or not _beats_a_line(values[finite], step.at):
+        return Change(direction, trend.p)
+    return Change(direction, trend.p, int(steps[finite][step.at]), step.before, step.after, step.p)
+
+
+def _beats_a_line(y: npt.NDArray[np.float64], at: int) -> bool:
+    t = np.arange(y.size)
+    line = y - np.polyval(np.polyfit(t, y, 1), t)
+    step = np.concatenate([y[:at] - y[:at].mean(), y[at:] - y[at:].mean()])
+    return float(step @ step) < float(line @ line)
+
+
+def line(change: Change, show: Callable[[float], str]) -> Html:
+    """One line under a chart."""
+    words = "no trend" if change.trend == "flat" else f"{change.trend}, p {_p(change.trend_p)}"
+    if change.at is not None and change.before is not None and change.after is not None and change.p is not None:
+        words += f"; step at {change.at}: {show(change.before)} to {show(change.after)}, p {_p(change.p)}"
+    title = "A trend or step of one run is associated with what happened then, not caused by it."
+    return tag("p", basis("associated"), f" · {words}", class_="note change-point", title=title)
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 1e-3 else number(value)

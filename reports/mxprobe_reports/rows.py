@@ -1,0 +1,78 @@
+"""Rows of one table, read piece by piece and again at each pass, so that a page of a long run fits in memory."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+
+from mxprobe.trace import Trace
+from mxprobe.trace.arrow import conform
+from mxprobe.trace.chunks import chunks
+
+Indices = npt.NDArray[np.int64]
+Array = npt.NDArray[np.float64]
+
+
+class Rows:
+    """A table of a trace, or of a frame with the trace's columns. Pieces are `pa.Table`s."""
+
+    def __init__(self, read: Callable[[Collection[str]], Iterator[Any]]) -> None:
+        self._read = read
+
+    @classmethod
+    def of_trace(cls, trace: Trace, table: str, steps: Sequence[range] | None = None) -> "Rows":
+        """With `steps`, only rows of these."""
+        return cls(lambda columns: chunks(trace.directory, table, columns, steps=steps))
+
+    @classmethod
+    def of_frame(cls, table: str, frame: pd.DataFrame) -> "Rows":
+        return cls(lambda columns: _pieces_of_frame(table, frame, columns))
+
+    def chunks(self, columns: Collection[str]) -> Iterator[Any]:
+        """Pieces with `columns` and `rank`, none of them empty."""
+        return self._read(columns)
+
+
+def _pieces_of_frame(table: str, frame: pd.DataFrame, columns: Collection[str]) -> Iterator[Any]:
+    if frame.empty:
+        return
+    present = frame[[name for name in frame.columns if name in columns]]
+    data = conform(pa.Table.from_pandas(present, preserve_index=False), table, columns)
+    yield data.append_column("rank", pa.array(frame["rank"].to_numpy().astype(np.int32)))
+
+
+def codes(piece: Any, column: str, index: Mapping[str, int]) -> Indices:
+    """(n,) position of each name of a dictionary column in `index`; -1 where it is null or has none."""
+    encoded = piece.column(column).combine_chunks()
+    table = np.array([*(index.get(str(name), -1) for name in encoded.dictionary.to_pylist()), -1], dtype=np.int64)
+    return table[encoded.indices.fill_null(len(table) - 1).to_numpy()]
+
+
+def names_of(piece: Any, column: str) -> list[str]:
+    """Distinct names of a dictionary column that occur in a piece, in order."""
+    return [str(name) for name in piece.column(column).unique().to_pylist() if name is not None]
+
+
+def numbers(piece: Any, columns: Sequence[str]) -> Array:
+    """(columns, n) float64, NaN where null."""
+    values = np.empty((len(columns), piece.num_rows))
+    for row, name in enumerate(columns):
+        values[row] = piece.column(name).to_numpy()
+    return values
+
+
+def add_by(totals: npt.NDArray[Any], keys: Indices, values: npt.NDArray[Any]) -> None:
+    """totals[:, keys[i]] += values[:, i] for (columns, n) values; quicker than `np.add.at` for many columns."""
+    if not keys.size:
+        return
+    if totals.dtype == np.float64 and totals.shape[1] <= 2 * keys.size:
+        for total, row in zip(totals, values, strict=True):
+            total += np.bincount(keys, weights=row, minlength=totals.shape[1])
+        return
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    totals[:, ordered[starts]] += np.add.reduceat(values[:, order], starts, axis=1)
