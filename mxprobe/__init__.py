@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .diagnosis import diagnose
     from .emulation import emulate
     from .listener import listen
     from .trace import Trace, open_trace
 
-__all__ = ["Trace", "__version__", "emulate", "listen", "open_trace"]
+__all__ = ["Trace", "__version__", "diagnose", "emulate", "listen", "open_trace"]
 
 _HOME = {
+    "diagnose": "mxprobe.diagnosis",
     "emulate": "mxprobe.emulation",
     "Trace": "mxprobe.trace",
     "open_trace": "mxprobe.trace",
