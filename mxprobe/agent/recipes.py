@@ -8,6 +8,7 @@ residual is below 1e-5 of the reference on all sampled rows, which a bfloat16 ou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,13 +44,16 @@ class Call(NamedTuple):
 
 
 def candidates(previous: Recipe | None) -> Iterator[Recipe]:
-    """Recipes to try, the likely first: the module's last one, untouched, MXFP4 by rule, corrected, one-sided."""
-    first: tuple[Recipe, ...] = ((NONE, NONE),) if previous is None else (previous, (NONE, NONE))
-    yield from first
-    for name in (*RULES, *CORRECTED):
-        for pair in ((name, name), (NONE, name), (name, NONE)):
-            if pair not in first:
-                yield pair
+    """Recipes to try, the likely first: the module's last one, untouched, MXFP4 by rule, corrected, one-sided.
+
+    Then every other pair: a correction is often switched on for one operand of a GEMM alone.
+    """
+    names = (*RULES, *CORRECTED)
+    likely: list[Recipe] = [] if previous is None else [previous]
+    likely.append((NONE, NONE))
+    for name in names:
+        likely += [(name, name), (NONE, name), (name, NONE)]
+    yield from dict.fromkeys([*likely, *itertools.product(names, names)])
 
 
 def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, dict[str, Any]]:
@@ -63,8 +67,8 @@ def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, di
     small_ref2 = _energy(x[:_PROBE_ROWS] @ w[:_PROBE_FEATURES].T)
     ref = x @ w.T
     ref2, realised2 = _energy(ref), _energy(y - ref)
-    best: tuple[float, Recipe, _Quantized] | None = None
-    for quantized in _orders(call):
+    best: tuple[float, Recipe, Quantized] | None = None
+    for quantized in orders(call):
         for recipe in candidates(previous):
             qx, qw = quantized.pair(recipe, _PROBE_ROWS, _PROBE_FEATURES)
             residual2 = _energy(small_y - qx @ qw.T)
@@ -79,20 +83,21 @@ def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, di
     return recipe, {"exact": False, "ref2": ref2, "realised2": realised2, **_sums(recipe, quantized, y, ref)}
 
 
-def _sums(recipe: Recipe, quantized: _Quantized, y: torch.Tensor, ref: torch.Tensor) -> dict[str, float]:
+def _sums(recipe: Recipe, quantized: Quantized, y: torch.Tensor, ref: torch.Tensor) -> dict[str, float]:
     qx, qw = quantized.pair(recipe, None, None)
     product = qx @ qw.T
     return {"predicted2": _energy(product - ref), "residual2": _energy(y - product)}
 
 
-def _orders(call: Call) -> Iterator[_Quantized]:
+def orders(call: Call) -> Iterator[Quantized]:
+    """Both orders of quantizing and of rounding to y's dtype, where they can differ."""
     dtype = call.dtype
-    yield _Quantized(call.x, call.w, dtype)
+    yield Quantized(call.x, call.w, dtype)
     if any(torch.finfo(t.dtype).eps < torch.finfo(dtype).eps for t in (call.x, call.w)):
-        yield _Quantized(call.x.to(dtype), call.w.to(dtype), dtype)
+        yield Quantized(call.x.to(dtype), call.w.to(dtype), dtype)
 
 
-class _Quantized:
+class Quantized:
     """Quantized versions of x and W, each made once, of a few rows or of all."""
 
     def __init__(self, x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> None:

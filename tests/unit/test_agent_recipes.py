@@ -31,6 +31,14 @@ def test_a_planted_recipe_is_found(call: Call, name: str, side: str):
     assert sums["realised2"] == pytest.approx(sums["predicted2"], rel=1e-3)
 
 
+@pytest.mark.parametrize("name", CORRECTED)
+def test_a_correction_of_one_operand_alone_is_found(call: Call, name: str):
+    for planted in ((name, RULES[0]), (RULES[0], name)):
+        recipe, sums = infer_recipe(run(call, *planted))
+        assert recipe == planted
+        assert sums["exact"]
+
+
 def test_an_untouched_product_is_none(call: Call):
     recipe, sums = infer_recipe(call)
     assert recipe == (NONE, NONE)
@@ -95,4 +103,4 @@ def test_each_recipe_is_tried_once():
     previous = ("mxfp4+floor", NONE)
     tried = list(candidates(previous))
     assert tried[0] == previous
-    assert len(tried) == len(set(tried)) == 1 + 3 * len((*RULES, *CORRECTED))
+    assert len(tried) == len(set(tried)) == len((NONE, *RULES, *CORRECTED)) ** 2
