@@ -70,7 +70,8 @@ def test_following_the_advice_does_what_was_predicted(outliers: DemoRun) -> None
     compared = mxprobe("compare", str(outliers.paths.trace), str(outliers.paths.second.trace), "--json")
     assert compared.returncode == 0, compared.stderr
     answer = json.loads(compared.stdout)
-    assert answer["prediction"]["outcome"] in ("helped as predicted", "helped more than predicted"), answer["prediction"]
+    outcome = answer["prediction"]["outcome"]
+    assert outcome in ("helped as predicted", "helped more than predicted"), answer["prediction"]
     rewards = [
         sum(step.reward for step in read_steps(paths.job / "metrics.jsonl")[-25:]) / 25
         for paths in (outliers.paths, outliers.paths.second)
