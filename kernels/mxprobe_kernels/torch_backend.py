@@ -39,8 +39,9 @@ from mxprobe_kernels.rounding import (
     scale_exponent,
 )
 
-CPU_TILE_ELEMENTS = 1 << 15
-"""On a CPU a tile and its float64 temporaries stay in the second-level cache."""
+CPU_TILE_ELEMENTS = 1 << 14
+"""On a CPU a tile and its float64 temporaries stay in the second-level cache, and below the size at which torch
+shares an operation among threads: sharing sixty short operations a tile costs more than it gains."""
 DEVICE_TILE_ELEMENTS = 1 << 24
 """On a GPU a tile is as large as memory for its temporaries (about 3 GiB) allows."""
 

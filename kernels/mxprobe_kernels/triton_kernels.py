@@ -1,4 +1,4 @@
-# pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 """MXFP4 statistics in one pass over a matrix, for NVIDIA and AMD.
 
 With s the block's power-of-two scale and m its amax, everything is computed in units of s, so that no value of x
@@ -85,6 +85,13 @@ def _fold(total, value, weight, fade, COLUMNS: tl.constexpr):
 @triton.jit
 def _count(total, condition):
     return total + tl.sum(tl.sum(condition.to(tl.int32), 3, keep_dims=True), 0, keep_dims=True)
+
+
+@triton.jit
+def _count_nonfinite(total, magnitude):
+    """One more than the exponent of infinities reaches the sign bit."""
+    negated = (magnitude + 0x00800000) >> 31
+    return total - tl.sum(tl.sum(negated, 3, keep_dims=True), 0, keep_dims=True)
 
 
 @triton.jit
@@ -214,7 +221,7 @@ def full_statistics(
                 mask=tl.reshape(wanted, [RR, RL, CC, 1]),
             )
         bad = am >= 0x7F800000
-        n_bad = _count(n_bad, magnitude >= 0x7F800000)
+        n_bad = _count_nonfinite(n_bad, magnitude)
         m = tl.where(bad, 0, am)
         exponent = tl.maximum(((m + BIAS) >> 23) - 2, 0)  # at most 253, from the largest fp32
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -329,3 +336,90 @@ def full_statistics(
         tl.store(out + 32, _warp_sum(m1 >> 16).to(tl.float64))
         tl.store(out + 33, _warp_sum(m2 >> 16).to(tl.float64))
         tl.store(out + 34, _warp_sum(m3 >> 16).to(tl.float64))
+
+
+LITE_SLOTS = 5
+"""sum u^2, sum e^2, zeroed, saturated, non-finite."""
+
+
+@triton.jit
+def lite_statistics(
+    x_ptr,
+    amax_ptr,
+    part_ptr,
+    n_rows,
+    n_columns,
+    stride_row,
+    n_tiles,
+    tiles_across,
+    n_programs,
+    BIAS: tl.constexpr,
+    COVERS: tl.constexpr,
+    MASK: tl.constexpr,
+    BF16: tl.constexpr,
+    RR: tl.constexpr,
+    RL: tl.constexpr,
+    CC: tl.constexpr,
+    V: tl.constexpr,
+    N_SLOTS: tl.constexpr,
+):
+    """Always-on statistics of row blocks: x [n_rows, n_columns] -> amax bits int32 and part float64 [., N_SLOTS].
+
+    amax is one a program, over the finite blocks. No ideal quantizer, no histogram, no signed sum.
+    """
+    program = tl.program_id(0)
+    LANES: tl.constexpr = 32 // V
+    zero = tl.zeros([1, RL, CC, 1], tl.float32)
+    none = tl.zeros([1, RL, CC, 1], tl.int32)
+    E = none - 127
+    x2 = zero
+    e2 = zero
+    n_zero = none
+    n_sat = none
+    n_bad = none
+    peak = none
+    in_row = tl.arange(0, RR * RL)
+    in_col = tl.arange(0, CC * V)
+    for tile in range(program, n_tiles, n_programs):
+        rows = (tile // tiles_across) * (RR * RL) + in_row
+        cols = (tile % tiles_across) * (CC * V) + in_col
+        pointers = x_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+        if MASK:
+            raw = tl.load(pointers, mask=(rows[:, None] < n_rows) & (cols[None, :] < n_columns), other=0)
+        else:
+            raw = tl.load(pointers)
+        bits = (raw.to(tl.int32) << 16) if BF16 else raw.to(tl.float32).to(tl.int32, bitcast=True)
+        magnitude = tl.reshape(bits, [RR, RL, CC, V]) & 0x7FFFFFFF
+        am = tl.max(magnitude, axis=3)
+        am = tl.max(tl.reshape(am, [RR, RL, CC // LANES, LANES]), axis=3, keep_dims=True)
+        am = tl.reshape(tl.broadcast_to(am, [RR, RL, CC // LANES, LANES]), [RR, RL, CC, 1])
+        n_bad = _count_nonfinite(n_bad, magnitude)
+        bad = am >= 0x7F800000
+        m = tl.where(bad, 0, am)
+        peak = tl.maximum(peak, tl.max(m, axis=0, keep_dims=True))
+        exponent = tl.maximum(((m + BIAS) >> 23) - 2, 0)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        x = tl.where(bad, 0, magnitude)
+        u = x.to(tl.float32, bitcast=True) * inverse
+        c = tl.minimum(_rne(u), 6.0)
+        e = c - u
+        scale = tl.where(m > 0, exponent - 127, -127)
+        E_new = tl.maximum(E, tl.max(scale, axis=0, keep_dims=True))
+        w = _pow2(tl.maximum(scale - E_new, -126))
+        fade = _pow2(tl.maximum(E - E_new, -126))
+        E = E_new
+        x2 = _fold(x2, u * u, w * w, fade * fade, False)
+        e2 = _fold(e2, e * e, w * w, fade * fade, False)
+        n_zero = _count(n_zero, (c == 0.0) & (x != 0))
+        if not COVERS:
+            n_sat = _count(n_sat, u > 6.0)
+    E_top = _warp_max(E)
+    w = _pow2(tl.maximum(E - E_top, -126))
+    factor = ((2 * E_top.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    out = part_ptr + program * N_SLOTS
+    _store(out + 0, x2, w * w, factor)
+    _store(out + 1, e2, w * w, factor)
+    tl.store(out + 2, _warp_sum(n_zero).to(tl.float64))
+    tl.store(out + 3, _warp_sum(n_sat).to(tl.float64))
+    tl.store(out + 4, _warp_sum(n_bad).to(tl.float64))
+    tl.store(amax_ptr + program, _warp_max(peak))

@@ -46,6 +46,23 @@ def test_hard_tensor(x: torch.Tensor, rule: Rule, dim: int):
     assert disagreements(measured, expected, rtol=1e-6) == []
 
 
+@pytest.mark.parametrize("i", range(0, len(hard_tensors()), 2))
+def test_lite_agrees_with_the_whole(i: int):
+    _, x = hard_tensors()[i]
+    rule = RULES[i // 2 % len(RULES)]
+    measured = triton_backend.lite(x, rule)
+    d = torch_backend.decompose(x, MXFP4, rule, -1)
+    expected = [d.sum_x2, d.sum_e2, d.n_zeroed, d.n_saturated, d.n_nonfinite]
+    assert measured.sums.tolist() == pytest.approx(expected, rel=1e-6)
+    assert float(measured.amax) == d.amax
+
+
+def test_lite_refuses_what_it_would_have_to_copy():
+    with pytest.raises(ValueError, match="unit-stride last axis"):
+        triton_backend.lite(torch.ones(64, 64)[:, ::2], Rule.RCEIL)
+    assert triton_backend.lite(torch.ones(0, 64), Rule.RCEIL).sums.tolist() == [0] * 5
+
+
 def test_strides_shapes_and_nothing():
     x = torch.randn(5, 40, 12, generator=torch.Generator().manual_seed(1))
     for view in (x, x.transpose(0, 2), x[:, ::2], x[0].t(), x[:0]):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxprobe_kernels.formats import Rule
-from mxprobe_kernels.triton_backend import kernel_options, tile_shape
-from mxprobe_kernels.triton_kernels import full_statistics
+from mxprobe_kernels.formats import MXFP4, Rule
+from mxprobe_kernels.triton_backend import kernel_options, lite_tile_shape, tile_shape
+from mxprobe_kernels.triton_kernels import LITE_SLOTS, full_statistics, lite_statistics
 from tests.gpu_code import TARGETS, compile_for
 
 POINTERS = {torch.bfloat16: "*i16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -24,6 +24,7 @@ BUDGET = {
     (torch.float16, "columns"): 86,
     (torch.float32, "columns"): 90,
 }
+LITE_BUDGET = {torch.bfloat16: 26, torch.float16: 25, torch.float32: 29}
 
 
 def _interpret(markers: str) -> int:
@@ -84,6 +85,30 @@ def test_compiled_kernel_is_lean(target: str, dtype: torch.dtype, direction: str
         tile = tile_shape(dtype.itemsize, DIRECTIONS[direction], 32, covers=True)
         per_element = code.loop_instructions / (tile["RR"] * tile["V"])
         assert 40 < per_element <= BUDGET[dtype, direction]
+
+
+LITE = [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c[2] == "rows"]
+
+
+@pytest.mark.parametrize(("target", "dtype", "direction"), LITE)
+def test_lite_kernel_is_leaner(target: str, dtype: torch.dtype, direction: str):
+    tile = lite_tile_shape(dtype.itemsize, TARGETS[target].warp_size)
+    constants = {
+        "BIAS": MXFP4.amax_bias(Rule.RCEIL),
+        "COVERS": True,
+        "MASK": False,
+        "BF16": dtype == torch.bfloat16,
+        "N_SLOTS": LITE_SLOTS,
+        **tile,
+    }
+    integers = ("n_rows", "n_columns", "stride_row", "n_tiles", "tiles_across", "n_programs")
+    signature = {"x_ptr": POINTERS[dtype], "amax_ptr": "*i32", "part_ptr": "*fp64", **dict.fromkeys(integers, "i32")}
+    aligned = ("x_ptr", "part_ptr", "stride_row", "n_columns")
+    code = compile_for(target, lite_statistics, signature, constants, aligned)
+    assert (code.spills, code.shared_bytes, code.flushes_subnormals) == (0, 0, False)
+    assert all("128" in name or name.endswith("dwordx4") for name in code.loads), code.loads
+    if target == "sm_90":
+        assert 10 < code.loop_instructions / (tile["RR"] * tile["V"]) <= LITE_BUDGET[dtype]
 
 
 @pytest.mark.slow

@@ -1,0 +1,126 @@
+"""Elements per second of every backend, and of what a user could run instead.
+
+    python benchmarks/kernels.py [--rows 4096] [--columns 4096] [--threads 2] [--repeats 7] [--device cpu]
+
+Best wall time of the repeats, and CPU time where the machine is shared (two columns tell contention apart). `eager`
+is the decomposition written in whole-tensor torch operations; `compiled` is torch.compile of the same function;
+`torchao` quantizes to MXFP4 and back, which is a part of the work (no decomposition). A peer that is not installed
+is left out.
+"""
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from mxprobe_kernels import cpu_backend, decompose
+
+
+def eager_statistics(x: torch.Tensor) -> torch.Tensor:
+    """The eight energies of an `rceil` decomposition of [R, K], K a multiple of 32: whole-tensor float32 torch."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    bits = amax.view(torch.int32)
+    exponent = ((bits + 0x3FFFFF) >> 23) - 129
+    scale, ideal = torch.exp2(exponent.float()), amax / 6
+    q, q_star = _round(blocks / scale) * scale, _round(blocks / ideal) * ideal
+    e, e_scale, e_star = q - blocks, q - q_star, q_star - blocks
+    on_d = (q_star == 0) & (blocks != 0)
+    dz, grid = torch.where(on_d, e_star, 0.0), torch.where(on_d, 0.0, e_star)
+    zeroed = (q == 0) & (blocks != 0)
+    products = (blocks * blocks, e * e, e_scale * e_scale, dz * dz, grid * grid, e_scale * grid, blocks * q, zeroed)
+    return torch.stack([p.sum(dtype=torch.float64) for p in products])
+
+
+def _round(z: torch.Tensor) -> torch.Tensor:
+    a = z.abs()
+    step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+    return torch.copysign((torch.round(a / step) * step).clamp(max=6.0), z)
+
+
+def torchao_round_trip() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    except ImportError:
+        return None
+
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        mode = ScaleCalculationMode.RCEIL
+        return MXTensor.to_mx(x, torch.float4_e2m1fn_x2, 32, mode).dequantize(x.dtype)
+
+    return round_trip
+
+
+def contenders(device: str) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
+    if device == "cpu":
+        yield "memory read (x.view(int64).sum())", lambda x: x.view(torch.int64).sum()
+    else:
+        yield "device copy", lambda x: x.clone()
+        yield "triton rows", lambda x: decompose(x, backend="triton")
+        yield "triton columns", lambda x: decompose(x, backend="triton", dim=0)
+    if device == "cpu":
+        for isa in cpu_backend.isas():
+            for name, dim in (("rows", 1), ("columns", 0)):
+                yield f"cpu {isa} {name}", lambda x, isa=isa, dim=dim: cpu_decompose(x, isa, dim)
+    yield "torch (float64, chunked)", lambda x: decompose(x, backend="torch")
+    yield "eager (float32, whole tensor)", eager_statistics
+    yield "compiled eager", torch.compile(eager_statistics)
+    round_trip = torchao_round_trip()
+    if round_trip is not None:
+        yield "torchao to_mx round trip", round_trip
+        yield "compiled torchao round trip", torch.compile(round_trip)
+
+
+def cpu_decompose(x: torch.Tensor, isa: str, dim: int) -> object:
+    from mxprobe_kernels.formats import MXFP4, Rule
+
+    return cpu_backend.decompose(x, MXFP4, Rule.RCEIL, dim, isa=isa)
+
+
+def best_seconds(run: Callable[[], object], repeats: int, device: str) -> tuple[float, float]:
+    """Best wall and best CPU seconds of `repeats` runs, after one to warm up."""
+    run()
+    wall, cpu = float("inf"), float("inf")
+    for _ in range(repeats):
+        if device != "cpu":
+            torch.cuda.synchronize()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        wall = min(wall, time.perf_counter() - begin)
+        cpu = min(cpu, time.process_time() - begin_cpu)
+    return wall, cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(arguments.rows, arguments.columns, generator=g).bfloat16().to(arguments.device)
+    load = os.getloadavg()[0]
+    print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__},")
+    print(f"bfloat16 [{arguments.rows}, {arguments.columns}] on {arguments.device}, load average {load:.1f} at start\n")
+    print("| what | Gelem/s | Gelem/s per CPU second | times eager | share of read bandwidth |")
+    print("|---|---|---|---|---|")
+    rows: list[tuple[str, float, float]] = []
+    for name, run in contenders(arguments.device):
+        wall, cpu = best_seconds(lambda run=run: run(x), arguments.repeats, arguments.device)
+        rows.append((name, x.numel() / wall / 1e9, x.numel() / cpu / 1e9))
+    eager = next(rate for name, rate, _ in rows if name.startswith("eager"))
+    for name, rate, per_cpu in rows:
+        print(f"| {name} | {rate:.3f} | {per_cpu:.3f} | {rate / eager:.1f} | {rate / rows[0][1]:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
