@@ -5,7 +5,6 @@ Standard library only and Python 3.9 syntax: the agent ships this file. Arrow ty
 """
 
 from enum import Enum
-from typing import Dict, Tuple
 
 from mxprobe_kernels.columns import CODE_BINS as CODE_BINS
 from mxprobe_kernels.columns import COUNTS as COUNTS
@@ -66,7 +65,7 @@ class Verdict(str, Enum):
         return self.value
 
 
-PLAIN_WORDS: Dict[Verdict, str] = {
+PLAIN_WORDS: dict[Verdict, str] = {
     Verdict.NOTHING_QUANTIZED: "nothing is quantized here",
     Verdict.NOT_ENOUGH_EVIDENCE: "not enough evidence",
     Verdict.NONE_NEEDED: "none needed",
@@ -76,12 +75,12 @@ PLAIN_WORDS: Dict[Verdict, str] = {
     Verdict.KEEP_HIGH_PRECISION: "keep in high precision",
 }
 
-DEFAULT_ARMS: Tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip")
+DEFAULT_ARMS: tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip")
 """Counterfactual forwards of a replay: `mxprobe.agent.replay.arms` says what each is."""
 
 # Arrow type names: int64, int32, float64, bool, string, dict (dictionary-encoded string),
 # list<int64>, list<int64:N> (fixed size).
-Columns = Tuple[Tuple[str, str], ...]
+Columns = tuple[tuple[str, str], ...]
 
 _WHEN: Columns = (("step", "int64"), ("micro_step", "int32"), ("time_ns", "int64"))
 _OPERAND: Columns = (
@@ -95,7 +94,7 @@ _OPERAND: Columns = (
     ("n_clusters", "int64"),  # rows (or 32-token tiles) measured: the sampling units
 )
 
-OUTPUT_SUMS: Tuple[str, ...] = (
+OUTPUT_SUMS: tuple[str, ...] = (
     # Squared Frobenius norms of the consuming GEMM's output error, one operand perturbed, on the sampled rows.
     "out_ref2",  # the exact product
     "out_e2",
@@ -109,7 +108,7 @@ OUTPUT_SUMS: Tuple[str, ...] = (
     "out_saturated2",
 )
 
-TABLES: Dict[str, Columns] = {
+TABLES: dict[str, Columns] = {
     "tensors": (
         *_OPERAND,
         *((name, "int64") for name in COUNTS),
@@ -133,6 +132,7 @@ TABLES: Dict[str, Columns] = {
         ("realised2", "float64"),  # ||y - b - x W^T||^2
         ("predicted2", "float64"),  # ||Q(x) Q(W)^T - x W^T||^2 under the inferred recipe
         ("residual2", "float64"),  # ||y - b - Q(x) Q(W)^T||^2
+        ("weight_lag", "int64"),  # steps behind the trainer's weights, 0 for current ones; null where not known
     ),
     "whatif": (
         *_OPERAND,

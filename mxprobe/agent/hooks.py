@@ -248,9 +248,11 @@ class ModuleProbe:
                 return None
             out_features = weight.columns.shape[0]
             index = sample_rows(x, max_rows=self._max_rows, out_features=out_features, seed=seed)
-            y = output.detach().reshape(-1, output.shape[-1])
-            if weight.out_index is not None:
-                y = y.index_select(1, weight.out_index)
+            whole = output.detach().reshape(-1, output.shape[-1])
+            y = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
+            watched = y
+            if weight.watched is not weight.rows:
+                watched = take(whole.index_select(1, weight.watched_index), index)
             return Snapshot(
                 module=self.name,
                 phase=phase.value,
@@ -260,7 +262,8 @@ class ModuleProbe:
                 n_rows=_rows(x),
                 row_index=index,
                 x=take(x.detach().reshape(-1, x.shape[-1]), index),
-                y=take(y, index),
+                y=y,
+                y_watched=watched,
                 weight=weight,
                 with_operands=not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains),
                 with_weights=self._clock.with_weights,

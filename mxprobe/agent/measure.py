@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mxprobe.agent.codes import EVENT, WeightHistory
 from mxprobe.agent.operands import (
     CPU_BATCH_ELEMENTS,
     IDENTITY_TOLERANCE,
@@ -62,11 +63,12 @@ def measure_step(
     *,
     step_base: int,
     recipes: dict[tuple[str, str], Recipe],
+    history: WeightHistory,
 ) -> Iterator[TableRow]:
     """Yield (table, row) for the snapshots of one step, a few at a time, so that a caller who must stop can.
 
     `step_base` is the number of steps the run had taken before attach; `recipes` holds the last exact recipe of
-    each (module, phase) and is updated.
+    each (module, phase) and is updated; `history` holds the trainer's weights of earlier steps.
     """
     waiting: dict[int, list[tuple[Row, Measured]]] = {}
     for snapshot in snapshots:
@@ -77,7 +79,12 @@ def measure_step(
             "module": snapshot.module,
             "phase": snapshot.phase,
         }
-        yield "outputs", {**when, **_output_row(snapshot, recipes)}
+        output = _output_row(snapshot, recipes)
+        recipe = (output["recipe_x"], output["recipe_w"])
+        found = history.judge(snapshot, recipe, exact=output["exact"], step_base=step_base)
+        yield "outputs", {**when, **output, "weight_lag": found.weight_lag}
+        if found.detail:
+            yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": EVENT, "detail": found.detail}
         for operand in operands(snapshot) if snapshot.with_operands else ():
             measured = measure_operand(operand, format=config.format, rule=config.rule)
             key: Row = {**when, "role": operand.role.value, "format": config.format, "rule": config.rule}

@@ -34,6 +34,10 @@ class Schedule:
         elif step <= self._owed_until:
             clock.only_outputs = True
 
+    def is_near(self, step: int, n: int) -> bool:
+        """Whether `step` is probed or within n steps of the next that is; ask before `plan`."""
+        return step >= self._next_due - n
+
     def close(self, clock: Clock, *, generated: bool) -> None:
         """The step is over; `generated`: a generation was measured in it."""
         if generated:

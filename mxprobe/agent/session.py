@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent.clock import Clock, completed_steps
+from mxprobe.agent.codes import RECENT, copy_versions
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import Entry, module_rows, take_inventory
@@ -289,6 +290,9 @@ class Session:
 
     def _begin_step(self) -> None:
         clock = self._clock
+        if self.role == "trainer" and self._schedule.is_near(clock.step, RECENT):
+            copies = copy_versions(clock.step, {name: probe.module for name, probe in self._probes.items()})
+            self.worker.put(lambda: self.worker.keep_versions(copies))
         self._schedule.plan(clock, busy=self.worker.backlog > 0)
         self._replays.plan()
         if not (clock.probed or clock.only_outputs):

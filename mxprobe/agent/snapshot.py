@@ -36,6 +36,8 @@ class Snapshot:
     """[R_s, K]"""
     y: torch.Tensor
     """[R_s, O_s], with the bias."""
+    y_watched: torch.Tensor
+    """[R_s, F], with the bias: the output features of `weight.watched`."""
     weight: WeightSample
     with_operands: bool
     """False where only the realised output error is wanted."""
@@ -60,12 +62,17 @@ class Snapshot:
         """Join the rows of a later call of the same module in the same phase."""
         self.x = torch.cat((self.x, other.x))
         self.y = torch.cat((self.y, other.y))
+        self.y_watched = torch.cat((self.y_watched, other.y_watched))
         self.n_rows += other.n_rows
 
     def mark_ready(self) -> None:
         """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
-        if self.x.is_cuda:
-            self.ready = torch.cuda.current_stream(self.x.device).record_event()
+        self.ready = event_now(self.x.device)
+
+
+def event_now(device: torch.device) -> Any:
+    """The current point of the device's current CUDA stream; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def sample_rows(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any, Callable
 
 import torch
 
+from mxprobe.agent.codes import Copies, WeightHistory
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.measure import measure_step
 from mxprobe.agent.recipes import Recipe
@@ -41,6 +42,7 @@ class Worker:
         self._stopping = False
         self._found: set[tuple[str, str]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
+        self._history = WeightHistory()
         self._streams: dict[torch.device, Any] = {}
         self._last_flush = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mxprobe-worker", daemon=True)
@@ -123,21 +125,35 @@ class Worker:
 
     def _measure_on_own_stream(self, snapshots: list[Snapshot]) -> None:
         """Wait for the copies by polling, then compute beside the run's stream; only this thread waits for it."""
-        while not all(snapshot.ready is None or snapshot.ready.query() for snapshot in snapshots):
-            time.sleep(_EVENT_POLL_S)
         by_device: dict[torch.device, list[Snapshot]] = {}
         for snapshot in snapshots:
             by_device.setdefault(snapshot.x.device, []).append(snapshot)
         for device, here in by_device.items():
-            stream = self._streams.get(device)
-            if stream is None:
-                stream = self._streams[device] = torch.cuda.Stream(device)
-            with torch.cuda.stream(stream):
-                self._measure_here(here)
-                stream.synchronize()  # before the copies are freed for the run's stream to reuse
+            self.aside(device, [snapshot.ready for snapshot in here], lambda here=here: self._measure_here(here))
+
+    def aside(self, device: torch.device, ready: list[Any], work: Job) -> None:
+        """Part of a job: do `work` once the device is past the events, on a stream of our own; on a CPU, at once."""
+        while not all(event is None or event.query() for event in ready):
+            time.sleep(_EVENT_POLL_S)
+        if device.type != "cuda":
+            work()
+            return
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            work()
+            stream.synchronize()  # before the copies are freed for the run's stream to reuse
+
+    def keep_versions(self, copies: list[Copies]) -> None:
+        """Add the weights of a step to the history; a job."""
+        for each in copies:
+            self.aside(each.device, [each.ready], lambda each=each: self._history.keep(each))
 
     def _measure_here(self, snapshots: list[Snapshot]) -> None:
-        rows = measure_step(snapshots, self._config, step_base=self.step_base, recipes=self._recipes)
+        rows = measure_step(
+            snapshots, self._config, step_base=self.step_base, recipes=self._recipes, history=self._history
+        )
         for table, row in rows:
             if table != "events" or self._is_first(row):
                 self._recorder.add(table, row)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
+from mxprobe.agent.codes import WeightHistory
 from mxprobe.agent.measure import measure_step
 from mxprobe.agent.snapshot import Snapshot
 from mxprobe.agent.weights import sample_weight
@@ -38,6 +39,7 @@ def snapshot(*, bias: bool = False, max_features: int = 4096, rows: int = ROWS, 
         "row_index": None,
         "x": x,
         "y": y if weight.out_index is None else y[:, weight.out_index],
+        "y_watched": y[:, weight.watched_index],
         "weight": weight,
         "with_operands": True,
         "with_weights": True,
@@ -48,7 +50,9 @@ def snapshot(*, bias: bool = False, max_features: int = 4096, rows: int = ROWS, 
 
 def measure(snapshot: Snapshot, **config: Any) -> dict[str, list[dict[str, Any]]]:
     tables: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_step([snapshot], AgentConfig(**config), step_base=100, recipes={}):
+    for table, row in measure_step(
+        [snapshot], AgentConfig(**config), step_base=100, recipes={}, history=WeightHistory()
+    ):
         tables.setdefault(table, []).append(row)
     return tables
 
@@ -137,5 +141,5 @@ def test_non_finite_values_are_an_event():
 
 def test_the_last_exact_recipe_is_remembered():
     recipes: dict[tuple[str, str], tuple[str, str]] = {}
-    list(measure_step([snapshot()], AgentConfig(), step_base=0, recipes=recipes))
+    list(measure_step([snapshot()], AgentConfig(), step_base=0, recipes=recipes, history=WeightHistory()))
     assert recipes == {("layers.0.up", "train"): ("none", "none")}

@@ -1,0 +1,258 @@
+"""Which version of the trainer's weights does generation compute with? Told from x and y, whatever the engine hides.
+
+    residual_v = ||y - b_v - Qx(x) Qw(W_v)^T||^2        v: the versions kept, the current one among them
+
+on the watched output features F of each module. A version fits when some recipe brings its residual to 1e-5 of
+||x W_v^T||^2 or less. Kept are the last `KEPT` versions, taken at probed steps and the `RECENT` steps before each, and
+for ever the first one seen: a rollout whose weights were never refreshed since attach stays recognisable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mxprobe.agent.guard import undisturbed
+from mxprobe.agent.recipes import EXACT_FRAC, NONE, RULES, Call, Recipe, candidates, orders, quantize
+from mxprobe.agent.snapshot import Snapshot, event_now
+from mxprobe.agent.weights import sample_watched
+from mxprobe.schema import Phase
+
+KEPT = 8
+RECENT = 4
+"""Steps before a probed one whose weights are kept too: lags of so many steps are told one by one."""
+SHARPER = 1e-2
+"""Where current weights fit and a kept version fits so many times better (and to within 1e-9), that one is used:
+between neighbouring steps of a small learning rate the weights differ by less than 1e-5."""
+_SHARP_FRAC = 1e-9
+_PROBE_ROWS = 16
+EVENT = "weight_sync"
+
+
+class Version(NamedTuple):
+    """One module's watched weights as of a step: those its forward pass computes with."""
+
+    step: int
+    """Steps since attach, counting the one being computed."""
+    weight: torch.Tensor
+    """[F, K]"""
+    bias: torch.Tensor | None
+    """[F]"""
+
+
+class Copies(NamedTuple):
+    """The versions of one step on one device, copied in the training thread."""
+
+    versions: dict[str, Version]
+    device: torch.device
+    ready: Any
+    """CUDA event after which they hold their values; None on the CPU."""
+
+
+class Finding(NamedTuple):
+    weight_lag: int | None
+    """Steps behind the trainer, 0 for its current weights; None where it cannot be told."""
+    detail: str
+    """Of an event, "" for none: what to tell apart comes before the first colon."""
+
+
+class Fit(NamedTuple):
+    version: int
+    """Its index in the list of versions."""
+    recipe: Recipe
+    residual_frac: float
+
+
+def copy_versions(step: int, modules: Mapping[str, nn.Linear]) -> list[Copies]:
+    """The current weights of the watched features; at a step boundary, in the training thread. No waiting."""
+    by_device: dict[torch.device, dict[str, Version]] = {}
+    for name, module in modules.items():
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        with undisturbed(device.type):
+            watched = sample_watched(module)
+            if watched is not None:
+                by_device.setdefault(device, {})[name] = Version(step, *watched)
+    return [Copies(versions, device, event_now(device)) for device, versions in by_device.items()]
+
+
+def code_hash(w: torch.Tensor) -> str:
+    """Hexadecimal digest of the MXFP4 codes and scales (`rceil`, row blocks) of W: alike exactly where they are."""
+    q = quantize(w, "mxfp4+rceil").float() + 0.0  # minus zero is zero
+    return hashlib.blake2b(q.contiguous().cpu().numpy().tobytes(), digest_size=6).hexdigest()
+
+
+class WeightHistory:
+    """Versions of each module and what generation was found to use. Called by the worker only."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Version] = {}
+        self._recent: dict[str, list[Version]] = {}
+        self._state: dict[str, str] = {}
+        self._recipe: dict[str, Recipe] = {}
+
+    def keep(self, copies: Copies) -> None:
+        """Add the versions of a step, once they hold their values."""
+        for name, version in copies.versions.items():
+            bias = None if version.bias is None else version.bias.cpu()
+            held = Version(version.step, version.weight.cpu(), bias)
+            self._first.setdefault(name, held)
+            recent = self._recent.setdefault(name, [])
+            recent.append(held)
+            del recent[:-KEPT]
+
+    def versions(self, name: str) -> list[Version]:
+        """Those kept of a module, the newest first, the first one seen last."""
+        recent = self._recent.get(name, [])[::-1]
+        first = self._first.get(name)
+        return recent if first is None or any(v.step == first.step for v in recent) else [*recent, first]
+
+    def judge(self, snapshot: Snapshot, recipe: Recipe, *, exact: bool, step_base: int) -> Finding:
+        """Whose weights the snapshot's output was computed with, `recipe` being what fits the current ones best.
+
+        Training and evaluation are only asked whether they use the module's own weight.
+        """
+        if snapshot.phase != Phase.ROLLOUT.value:
+            return Finding(0 if exact else None, "")
+        versions = [_current(snapshot), *(v for v in self.versions(snapshot.module) if v.step < snapshot.step)]
+        fit = self._fit(snapshot, versions, recipe, exact=exact)
+        if fit is None:
+            return Finding(None, self._tell(snapshot, "unknown", self._unknown(snapshot, versions, step_base)))
+        self._recipe[snapshot.module] = fit.recipe
+        used = versions[fit.version]
+        lag = snapshot.step - used.step
+        if lag == 0:
+            return Finding(0, self._tell(snapshot, "current", "rollout computes with the trainer's current weights"))
+        is_first = used.step == self._first[snapshot.module].step
+        detail = (
+            f"rollout computes with the weights of step {step_base + used.step}, {lag} behind"
+            f"{' (the first version seen since attach)' if is_first else ''}; "
+            f"codes {code_hash(used.weight)}, the trainer's are {code_hash(versions[0].weight)}"
+        )
+        return Finding(lag, self._tell(snapshot, "behind", detail))
+
+    def _tell(self, snapshot: Snapshot, state: str, detail: str) -> str:
+        """The event of a module that has changed its state; that it uses current weights is news only afterwards."""
+        before = self._state.get(snapshot.module, "current")
+        self._state[snapshot.module] = state
+        return "" if state == before else f"{snapshot.module} {state}: {detail}"
+
+    def _fit(self, snapshot: Snapshot, versions: list[Version], recipe: Recipe, *, exact: bool) -> Fit | None:
+        stack = _Stack(snapshot, versions)
+        if not exact:
+            known = self._recipe.get(snapshot.module)
+            return stack.find([r for r in (known, recipe) if r is not None])
+        fits = stack.fits(recipe)
+        current, best = fits[0], min(fits)
+        if best <= _SHARP_FRAC and best < SHARPER * current:
+            return Fit(fits.index(best), recipe, best)
+        return Fit(0, recipe, current)
+
+    def _unknown(self, snapshot: Snapshot, versions: list[Version], step_base: int) -> str:
+        if _is_reordered(snapshot):
+            return "rollout computes with the current weights, their output features in another order"
+        if _is_transposed(snapshot):
+            return "rollout computes with the transpose of the current weights"
+        steps = [v.step for v in versions[1:]]
+        if not steps:
+            return "rollout does not compute with the current weights under any known recipe; no older ones are kept"
+        closest = versions[_Stack(snapshot, versions).closest()]
+        return (
+            f"rollout matches none of the last {len(steps)} versions kept, steps {step_base + min(steps)} to "
+            f"{step_base + max(steps)}, under any known recipe; closest is step {step_base + closest.step}. Weights "
+            "from before attach, of another model, or in a format that is not known here"
+        )
+
+
+def _current(snapshot: Snapshot) -> Version:
+    weight = snapshot.weight
+    return Version(
+        snapshot.step, weight.watched.cpu(), None if weight.watched_bias is None else weight.watched_bias.cpu()
+    )
+
+
+class _Stack:
+    """All versions of a module's watched weights as one matrix [V F, K], so that each recipe is tried once."""
+
+    def __init__(self, snapshot: Snapshot, versions: list[Version]) -> None:
+        self._n = len(versions)
+        self._dtype = snapshot.y.dtype
+        self._x = snapshot.x.cpu()
+        self._w = torch.cat([v.weight for v in versions])
+        y = snapshot.y_watched.cpu().double()
+        self._y = torch.stack([y if v.bias is None else y - v.bias.double() for v in versions], 1)
+        """[R, V, F]"""
+
+    def find(self, first: list[Recipe]) -> Fit | None:
+        """The version and recipe that fit to 1e-5, of several the newest; None."""
+        for recipe in dict.fromkeys((*first, *candidates(None))):
+            if "nvfp4" in recipe:
+                continue  # its tensor scale is that of the whole W, which is not kept
+            if min(self.fits(recipe, _PROBE_ROWS)) <= EXACT_FRAC:
+                fits = self.fits(recipe)
+                for index, residual_frac in enumerate(fits):
+                    if residual_frac <= EXACT_FRAC and residual_frac <= min(fits) / SHARPER + _SHARP_FRAC:
+                        return Fit(index, recipe, residual_frac)
+        return None
+
+    def closest(self) -> int:
+        """Index of the version with the least residual under the plain recipes."""
+        names = (NONE, RULES[0])
+        totals = [self.fits((x, w)) for x in names for w in names]
+        best = min(totals, key=min)
+        return best.index(min(best))
+
+    def fits(self, recipe: Recipe, rows: int | None = None) -> list[float]:
+        """Per version, the residual relative to the exact product; over the orders of rounding, the best."""
+        y = self._y[:rows]
+        per_order = [self._residuals(each.pair(recipe, rows, None), y) for each in self._orders()]
+        return [min(values) for values in zip(*per_order)]
+
+    def _orders(self) -> Iterator[Any]:
+        if not hasattr(self, "_made"):
+            self._made = list(orders(Call(self._x, self._w, self._y, self._dtype)))
+        return iter(self._made)
+
+    def _residuals(self, pair: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> list[float]:
+        qx, qw = pair
+        product = (qx @ qw.T).reshape(y.shape)
+        exact = (self._x[: y.shape[0]].double() @ self._w.double().T).reshape(y.shape)
+        ref2 = exact.square().sum((0, 2)).clamp(min=torch.finfo(torch.float64).tiny)
+        return ((y - product).square().sum((0, 2)) / ref2).nan_to_num(nan=float("inf")).tolist()
+
+
+def _plain_products(snapshot: Snapshot, w: torch.Tensor) -> Iterator[torch.Tensor]:
+    """float64 [R, O]: x W^T untouched and under each MXFP4 rule."""
+    x = snapshot.x.double()
+    for name in (NONE, *RULES):
+        yield quantize(x, name).double() @ quantize(w.double(), name).double().T
+
+
+def _is_reordered(snapshot: Snapshot) -> bool:
+    """Whether each watched output is that of some other sampled feature of the current W."""
+    y = _without_bias(snapshot)
+    for product in _plain_products(snapshot, snapshot.weight.rows):
+        distance2 = y.square().sum(0)[:, None] + product.square().sum(0) - 2 * y.T @ product
+        if bool((distance2.min(1).values <= EXACT_FRAC * y.square().sum(0)).all()):
+            return True
+    return False
+
+
+def _is_transposed(snapshot: Snapshot) -> bool:
+    """Whether y = x W for a square W that was copied whole."""
+    w = snapshot.weight.rows
+    if w.shape[0] != w.shape[1] or snapshot.weight.out_index is not None:
+        return False
+    y, index = _without_bias(snapshot), snapshot.weight.watched_index
+    for product in _plain_products(snapshot, w.T.contiguous()):
+        if float((y - product[:, index]).square().sum()) <= EXACT_FRAC * float(y.square().sum()):
+            return True
+    return False
+
+
+def _without_bias(snapshot: Snapshot) -> torch.Tensor:
+    y, bias = snapshot.y_watched.double(), snapshot.weight.watched_bias
+    return y if bias is None else y - bias.double()
