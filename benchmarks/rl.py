@@ -38,6 +38,8 @@ ARMS: dict[str, str] = {
     "nvfp4": "fwd=nvfp4",
     "mxfp8": "fwd=mxfp8/rceil",
 }
+MIN_ARMS = 8
+"""Fewer arms give a rank correlation no interval worth printing."""
 METRICS = ("reward", "entropy", "grad_norm", "kl_trainer", "kl_high_precision")
 # 97.5 % quantile of Student's t by degrees of freedom.
 T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
@@ -184,7 +186,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for arm, runs in results.items():
         print(f"| {arm} | {' | '.join(interval([run[name] for run in runs]) for name in METRICS)} |")
-    if len(results) >= 4:
+    if len(results) >= MIN_ARMS:
         means = {name: [statistics.fmean(r[name] for r in runs) for runs in results.values()] for name in METRICS}
         rho = correlation(means["kl_high_precision"], means["reward"])
         print(f"\nSpearman of KL(rollout, high precision) and reward over {len(results)} arms: {rho}")
