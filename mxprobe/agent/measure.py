@@ -1,4 +1,4 @@
-"""A snapshot -> rows of the tables `tensors`, `whatif`, `outputs` and `events`. Pure functions on tensors.
+"""A snapshot -> rows of the tables `tensors`, `whatif`, `outputs`, `gradients`, `events`. Pure functions on tensors.
 
 | GEMM             | operands     | blocks along | A                | B            |
 |------------------|--------------|--------------|------------------|--------------|
@@ -30,10 +30,12 @@ from mxprobe.agent.operands import (
     measure_operand,
 )
 from mxprobe.agent.recipes import Call, Recipe, infer_recipe
+from mxprobe.agent.replay.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe.agent.sampling import take
 from mxprobe.agent.snapshot import Snapshot
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
+from mxprobe_kernels.torch_backend import ErrorFields
 
 TableRow = tuple[str, Row]
 
@@ -85,8 +87,10 @@ def measure_step(
         yield "outputs", {**when, **output, "weight_lag": found.weight_lag}
         if found.detail:
             yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": EVENT, "detail": found.detail}
+        fields: dict[Role, ErrorFields] = {}
         for operand in operands(snapshot) if snapshot.with_operands else ():
             measured = measure_operand(operand, format=config.format, rule=config.rule)
+            fields[operand.role] = measured.fields
             key: Row = {**when, "role": operand.role.value, "format": config.format, "rule": config.rule}
             yield "tensors", {**key, **measured.row}
             yield from _findings(key, measured.row)
@@ -94,6 +98,7 @@ def measure_step(
             alike.append((key, measured))
             if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
                 yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
+        yield from _gradient_rows(when, snapshot, fields, config)
     for alike in waiting.values():
         yield from _whatif_rows(alike, config)
 
@@ -102,6 +107,17 @@ def _whatif_rows(batch: list[tuple[Row, Measured]], config: AgentConfig) -> Iter
     for (key, _), rows in zip(batch, measure_corrections([m for _, m in batch], config.whatifs)):
         for row in rows:
             yield "whatif", {**key, **row}
+
+
+def _gradient_rows(
+    when: Row, snapshot: Snapshot, fields: dict[Role, ErrorFields], config: AgentConfig
+) -> Iterator[TableRow]:
+    key = {name: when[name] for name in ("step", "micro_step", "time_ns", "module")}
+    key.update(format=config.format, rule=config.rule, sampled_frac=snapshot.sampled_frac, n_clusters=snapshot.n_tiles)
+    for gemm, left, right in ((WGRAD, Role.G_WGRAD, Role.X_WGRAD), (DGRAD, Role.G_DGRAD, Role.W_DGRAD)):
+        if left in fields and right in fields:
+            for row in gradient_error(gemm, fields[left], fields[right]):
+                yield "gradients", {**key, **row}
 
 
 def _output_row(snapshot: Snapshot, recipes: dict[tuple[str, str], Recipe]) -> Row:

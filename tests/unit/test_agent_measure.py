@@ -63,7 +63,7 @@ def by_role(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def test_every_row_has_exactly_the_columns_of_its_table():
     tables = measure(snapshot())
-    assert set(tables) == {"outputs", "tensors", "whatif"}
+    assert set(tables) == {"outputs", "tensors", "whatif", "gradients"}
     for table, rows in tables.items():
         for row in rows:
             assert set(row) == {name for name, _ in TABLES[table]}
@@ -143,3 +143,25 @@ def test_the_last_exact_recipe_is_remembered():
     recipes: dict[tuple[str, str], tuple[str, str]] = {}
     list(measure_step([snapshot()], AgentConfig(), step_base=0, recipes=recipes, history=WeightHistory()))
     assert recipes == {("layers.0.up", "train"): ("none", "none")}
+
+
+def test_gradient_errors_come_from_the_operands_of_each_gradient_product():
+    s = snapshot()
+    rows = {(row["gemm"], row["component"]): row for row in measure(s)["gradients"]}
+    assert set(rows) == {(gemm, c) for gemm in ("wgrad", "dgrad") for c in ("total", "scale", "deadzone", "grid")}
+    x, g, w = s.x.double(), s.gradient, s.weight.rows.double()
+    assert g is not None
+
+    def q(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return mxprobe_kernels.quantize_dequantize(tensor, dim=dim)[0].double()
+
+    for gemm, exact, rounded in (
+        ("wgrad", g.double().T @ x, q(g, 0).T @ q(s.x, 0)),
+        ("dgrad", g.double() @ w, q(g, 1) @ q(s.weight.rows, 0)),
+    ):
+        row = rows[gemm, "total"]
+        assert row["ref2"] == pytest.approx(float((exact**2).sum()), rel=1e-9)
+        assert row["err2"] == pytest.approx(float(((rounded - exact) ** 2).sum()), rel=1e-6)
+        assert row["n_clusters"] == ROWS // 32
+    assert "gradients" not in measure(snapshot(gradient=None))
+    assert {row["gemm"] for row in measure(snapshot(with_weights=False))["gradients"]} == {"wgrad"}
