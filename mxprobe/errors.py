@@ -5,6 +5,7 @@ EXIT_BREACHED = 1
 EXIT_USAGE = 2
 EXIT_TRACE = 3
 EXIT_ATTACH = 4
+EXIT_INTERRUPTED = 130
 
 
 class MxprobeError(Exception):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mxprobe.attach.archive import write_archive
-from mxprobe.attach.entry import QUEUEING, Entry, enter, unmap_statements
+from mxprobe.attach.entry import Entry, enter, unmap
 from mxprobe.attach.process import Process, check_attachable, main_thread_activity
 from mxprobe.attach.recorder import RunTrace, TraceRecorder
 from mxprobe.attach.refusals import refuse
@@ -174,7 +174,7 @@ class Controller:
         self._phase = "observing"
         pid, config = self._process.pid, self._config
         self._say_to_agent({"verb": "attach", "config": config.to_json()})
-        self._unmap_statement(run_directory)
+        self._clear_statement(run_directory)
         waiting = f"process {pid} has the agent; waiting for its next optimizer step or generation"
         if not self._until(
             lambda: self._attached is not None,
@@ -183,13 +183,14 @@ class Controller:
         ):
             raise refuse("no_step", pid, seconds=config.step_timeout_s)
 
-    def _unmap_statement(self, run_directory: RunDirectory) -> None:
+    def _clear_statement(self, run_directory: RunDirectory) -> None:
         """The agent's hello proves that our statement ran, and with it all that were queued before it."""
-        if self._entry is None or self._entry.mechanism not in QUEUEING:
+        run_directory.script.unlink(missing_ok=True)
+        if self._entry is None or not self._entry.leaves_page:
             return
         pages = run_directory.page_record.pages()
         try:
-            answer = unmap_statements(self._process, pages)
+            answer = unmap(self._entry, self._process, run_directory, pages)
         except (AttachError, subprocess.SubprocessError, OSError):
             return  # on record: the next attach does it
         run_directory.page_record.discard(pages)

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mxprobe._version import __version__
-from mxprobe.attach.entry import check_ptrace, run_injector
+from mxprobe.attach.helper import check_ptrace, run_injector
 from mxprobe.attach.payload import in_thread
 from mxprobe.attach.process import look_up
 from mxprobe.attach.rundir import clean_stale, listener_socket_of

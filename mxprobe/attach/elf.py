@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_BYTES = 4096
-_EM_X86_64 = 62
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+EM_X86_64 = 62
 _ET_DYN = 3
 _SHT_SYMTAB, _SHT_DYNSYM = 2, 11
 _PT_LOAD = 1
@@ -63,17 +63,47 @@ def read_maps(pid: int) -> list[Mapping]:
     return mappings
 
 
-def find_python(pid: int, maps: Iterable[Mapping], functions: Iterable[str]) -> PythonImage:
-    """The image whose functions may be called. ImageError `not_python`, `python_image_changed`, ... if none."""
+def find_python(
+    pid: int, maps: Iterable[Mapping], functions: Iterable[str], *, machine: int | None = EM_X86_64
+) -> PythonImage:
+    """The image whose functions may be called. ImageError `not_python`, `python_image_changed`, ... if none.
+
+    `machine` is the ELF number of the architecture that is wanted; None takes any.
+    """
     wanted = tuple(functions)
+    by_path = _by_path(maps)
+    exe = os.readlink(f"/proc/{pid}/exe")
+    libraries = [path for path in by_path if os.path.basename(path).startswith("libpython")]
+    return _first_image(pid, by_path, (exe, *libraries), wanted, machine, ImageError("not_python", _name_of(exe)))
+
+
+def find_libc(pid: int, maps: Iterable[Mapping], functions: Iterable[str]) -> PythonImage:
+    """The C library's functions, whatever the architecture. ImageError `injection_failed` without such a library."""
+    by_path = _by_path(maps)
+    libraries = [path for path in by_path if _name_of(path).startswith(("libc.so", "libc-", "ld-musl"))]
+    missing = ImageError("injection_failed", "no C library is mapped")
+    return _first_image(pid, by_path, libraries, tuple(functions), None, missing)
+
+
+def _by_path(maps: Iterable[Mapping]) -> dict[str, list[Mapping]]:
     by_path: dict[str, list[Mapping]] = {}
     for mapping in maps:
         if mapping.path.startswith("/"):
             by_path.setdefault(mapping.path, []).append(mapping)
+    return by_path
+
+
+def _first_image(
+    pid: int,
+    by_path: dict[str, list[Mapping]],
+    paths: Iterable[str],
+    wanted: tuple[str, ...],
+    machine: int | None,
+    missing: ImageError,
+) -> PythonImage:
     exe = os.readlink(f"/proc/{pid}/exe")
-    libraries = [path for path in by_path if os.path.basename(path).startswith("libpython")]
     stale = ""
-    for path in (exe, *libraries):
+    for path in paths:
         mappings = by_path.get(path)
         if not mappings:
             continue
@@ -81,16 +111,18 @@ def find_python(pid: int, maps: Iterable[Mapping], functions: Iterable[str]) -> 
         if real is None:
             stale = path
             continue
-        symbols = exported(Path(real).read_bytes(), wanted)
+        symbols = exported(Path(real).read_bytes(), wanted, machine=machine)
         if symbols is None:
             continue
         first = min(mappings, key=lambda m: m.offset)
         bias = first.start - symbols.load_address(first.offset) if symbols.relocatable else 0
         text = tuple((m.start, m.end) for m in mappings if "x" in m.permissions)
         return PythonImage(path, {name: bias + value for name, value in symbols.values.items()}, text)
-    if stale:
-        raise ImageError("python_image_changed", stale)
-    raise ImageError("not_python", os.path.basename(exe))
+    raise ImageError("python_image_changed", stale) if stale else missing
+
+
+def _name_of(path: str) -> str:
+    return os.path.basename(path)
 
 
 @dataclass(frozen=True)
@@ -110,14 +142,17 @@ class Symbols:
         raise ImageError("injection_failed", f"no loadable segment at file offset {offset:#x}")
 
 
-def exported(image: bytes, wanted: Iterable[str]) -> Symbols | None:
-    """Link-time values of the wanted symbols of a 64-bit x86 ELF file, or None unless it defines all of them."""
+def exported(image: bytes, wanted: Iterable[str], *, machine: int | None = EM_X86_64) -> Symbols | None:
+    """Link-time values of the wanted symbols of a 64-bit ELF file, or None unless it defines all of them.
+
+    ImageError `unsupported_architecture` if it is not for `machine` (None takes any).
+    """
     names = {name.encode() for name in wanted}
     if image[:5] != b"\x7fELF\x02":
         return None
-    file_type, machine = struct.unpack_from("<HH", image, 16)
-    if machine != _EM_X86_64:
-        raise ImageError("unsupported_architecture", f"an ELF machine of type {machine}")
+    file_type, found = struct.unpack_from("<HH", image, 16)
+    if machine is not None and found != machine:
+        raise ImageError("unsupported_architecture", f"an ELF machine of type {found}")
     values: dict[str, int] = {}
     for table in sorted(_symbol_tables(image), reverse=True):  # .dynsym is far smaller than .symtab
         for name, value in _defined(image, table, names):

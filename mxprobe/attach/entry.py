@@ -1,19 +1,23 @@
-"""How the agent gets into a process: through its own listener if it has one, else by the injector."""
+"""How the agent gets into a process. In this order, the first that is open:
 
-import json
-import os
+    listener      the job's own socket, where it has one
+    remote_exec   `sys.remote_exec`, where the target is Python 3.14 or newer
+    ptrace        our injector, on x86_64
+    gdb           the same by gdb, on other machines
+
+Each of them hands over the same statement; that the agent runs is known from its hello alone.
+"""
+
 import platform
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mxprobe
-from mxprobe.attach.elf import ImageError, find_python, read_maps
-from mxprobe.attach.injector import FUNCTIONS
+from mxprobe.attach import gdb, remote
+from mxprobe.attach.helper import check_ptrace, run_injector, unmap_statements
 from mxprobe.attach.pages import Page
 from mxprobe.attach.payload import boot_statement
 from mxprobe.attach.process import Process, check_attachable
@@ -23,113 +27,92 @@ from mxprobe.errors import AttachError
 from mxprobe.listener import peer_of
 from mxprobe.protocol import ProtocolError, recv_frame, send_frame
 
+MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 _CONNECT_TIMEOUT_S = 15.0
-_INJECTOR_TIMEOUT_S = 60.0
-
-
-QUEUEING = frozenset({"ptrace"})
-"""Mechanisms that map a page for their statement and queue it; the interpreter runs such calls in order."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How it got in: `listener` or `ptrace`, and for how long the main thread was stopped for it."""
+    """How it got in, and for how long the main thread (with gdb: every thread) was stopped for it."""
 
     mechanism: str
     pause_ms: float
+    leaves_page: bool = False
+    """True where the process maps a page for the statement, and runs such statements in the order they came."""
 
 
 def enter(process: Process, run_directory: RunDirectory, token: str, *, via: str | None = None) -> Entry:
-    """Hand the agent over. AttachError with the reason where neither way is open.
+    """Hand the agent over, by the first way that is open or by `via` alone. AttachError with the reason if none is.
 
-    Returning means that the process was asked; that the agent runs is known from its hello alone.
+    Returning means that the process was asked.
     """
-    path = listener_socket_of(process)
-    if path is not None and _knock(path, process, run_directory, token):
-        return Entry("listener", 0.0)
-    check_ptrace(process)
+    if via in (None, "listener"):
+        path = listener_socket_of(process)
+        if path is not None and _knock(path, process, run_directory, token):
+            return Entry("listener", 0.0)
+        if via is not None:
+            raise refuse("no_listener", process.pid)
+    via = via or way_from_outside(process)
+    _check(process, via)
     if not run_directory.visible_to(process):
         raise refuse("other_mount_namespace", process.pid, str(run_directory.path))
-    return Entry("ptrace", _inject(process, run_directory, token))
+    statement = boot_statement(str(run_directory.control_socket), str(run_directory.archive), token, process.inner_pid)
+    if via == "remote_exec":
+        return _enter_by_remote_exec(process, run_directory, statement)
+    return _inject(process, run_directory, statement, by_gdb=via == "gdb")
 
 
-def check_reachable(process: Process) -> None:
+def unmap(entry: Entry, process: Process, run_directory: RunDirectory, pages: list[Page]) -> dict[str, Any]:
+    """Unmap pages whose statements have run, the way they came; returns {pause_ms, unmapped}. AttachError if not."""
+    if entry.mechanism == "gdb":
+        return gdb.unmap(process, pages, run_directory.path)
+    return unmap_statements(process, pages)
+
+
+def way_from_outside(process: Process) -> str:
+    """The first way in that needs nothing of the job."""
+    if remote.is_offered(process.pid) and remote.interpreter_of(process) is not None:
+        return "remote_exec"
+    ours = sys.platform == "linux" and platform.machine() == "x86_64"
+    return "ptrace" if ours or not gdb.is_here() else "gdb"
+
+
+def check_reachable(process: Process, *, via: str | None = None) -> None:
     """Raise the AttachError that is certain already, before anything is imported, written or started for it."""
     check_attachable(process)
-    if listener_socket_of(process) is None:
+    if via == "listener" or (via is None and listener_socket_of(process) is not None):
+        return
+    _check(process, via or way_from_outside(process))
+
+
+def _check(process: Process, via: str) -> None:
+    if via == "gdb":
+        if not gdb.is_here():
+            raise refuse("no_gdb", process.pid)
+        check_ptrace(process, any_machine=True)
+    elif via == "ptrace":
         check_ptrace(process)
+    elif not remote.is_offered(process.pid):
+        raise refuse("no_remote_exec", process.pid, "not Python 3.14 or newer, or its memory cannot be read")
 
 
-def check_ptrace(process: Process) -> None:
-    """Raise the AttachError that the injector would end in, as far as /proc tells beforehand."""
-    machine = platform.machine()
-    if sys.platform != "linux" or machine != "x86_64":
-        raise refuse("unsupported_architecture", process.pid, f"{platform.system()} on {machine}")
-    if process.tracer_pid:
-        raise refuse("being_traced", process.pid, str(process.tracer_pid))
+def _enter_by_remote_exec(process: Process, run_directory: RunDirectory, statement: str) -> Entry:
+    run_directory.script.write_text(statement)
     try:
-        find_python(process.pid, read_maps(process.pid), FUNCTIONS)
-    except ImageError as error:
-        raise refuse(error.reason, process.pid, error.detail) from None
-    except PermissionError as error:
-        raise not_permitted(process.pid, str(error)) from None
-    except OSError:
-        raise refuse("exited", process.pid, "just now") from None
+        remote.remote_exec(process, run_directory.script)
+    except AttachError as error:
+        run_directory.script.unlink()
+        if error.reason != "no_remote_exec":
+            raise
+        check_ptrace(process)
+        return _inject(process, run_directory, statement)
+    return Entry("remote_exec", 0.0)
 
 
-def not_permitted(pid: int, detail: str) -> AttachError:
-    """The kernel said no: Yama's policy if that explains it, else capabilities or a non-dumpable process."""
-    try:
-        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
-    except (OSError, ValueError):
-        scope = 0
-    return refuse("ptrace_scope", pid, str(scope)) if scope else refuse("not_permitted", pid, detail)
-
-
-def run_injector(process: Process, statement: str) -> dict[str, Any]:
-    """Queue the statement through a helper process; returns what it measured. AttachError if it could not.
-
-    The helper is not stopped by the caller's Ctrl-C, and not given up before it has let go of the process.
-    """
-    return _run_helper(process, [], statement)
-
-
-def unmap_statements(process: Process, pages: list[Page]) -> dict[str, Any]:
-    """Unmap pages whose statements have run; returns what the helper measured. AttachError if it could not."""
-    return _run_helper(process, [f"{address}:{size_bytes}" for address, size_bytes in pages], "")
-
-
-def _run_helper(process: Process, arguments: list[str], statement: str) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-m", "mxprobe.attach.injector", str(process.pid), str(process.start_ticks)]
-    environ = dict(os.environ, PYTHONPATH=str(Path(mxprobe.__file__).parent.parent))
-    environ.pop("MXPROBE_LISTEN", None)
-    done = subprocess.run(
-        [*command, *arguments],
-        input=statement,
-        capture_output=True,
-        text=True,
-        env=environ,
-        start_new_session=True,
-        timeout=_INJECTOR_TIMEOUT_S,
-        check=False,
-    )
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        detail = f"the injector ended with {done.returncode}: {done.stderr.strip()[-300:]}"
-        raise refuse("injection_failed", process.pid, detail) from None
-    if "reason" not in answer:
-        return answer
-    if answer["reason"] == "not_permitted":
-        raise not_permitted(process.pid, answer["detail"])
-    raise refuse(answer["reason"], process.pid, answer["detail"])
-
-
-def _inject(process: Process, run_directory: RunDirectory, token: str) -> float:
-    statement = boot_statement(str(run_directory.control_socket), str(run_directory.archive), token, process.inner_pid)
-    answer = run_injector(process, statement)
+def _inject(process: Process, run_directory: RunDirectory, statement: str, *, by_gdb: bool = False) -> Entry:
+    answer = gdb.queue(process, statement, run_directory.path) if by_gdb else run_injector(process, statement)
     run_directory.page_record.add((answer["page"], answer["size_bytes"]))
-    return float(answer["pause_ms"])
+    return Entry("gdb" if by_gdb else "ptrace", float(answer["pause_ms"]), leaves_page=True)
 
 
 def _knock(path: Path, process: Process, run_directory: RunDirectory, token: str) -> bool:

@@ -80,10 +80,10 @@ def unmap(pid: int, pages: list[tuple[int, int]]) -> dict[str, Any]:
 
     What no longer holds a statement of ours (the process has replaced itself) is not touched.
     """
+    ours = statements_among(pid, pages)
+    if not ours:
+        return {"pause_ms": 0.0, "unmapped": []}
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        ours = [page for page in pages if _holds_statement(memory, page[0])]
-        if not ours:
-            return {"pause_ms": 0.0, "unmapped": []}
         gate = _syscall_instruction(memory, read_maps(pid))
         tracee = _seize(pid)
         started = time.perf_counter()
@@ -97,13 +97,18 @@ def unmap(pid: int, pages: list[tuple[int, int]]) -> dict[str, Any]:
         return {"pause_ms": pause_ms, "unmapped": [address for address, _ in ours]}
 
 
-def _holds_statement(memory: BinaryIO, address: int) -> bool:
+def statements_among(pid: int, pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those of the pages that hold a statement of ours. OSError where the process shows no memory."""
     beginning = BEGINNING.encode()
-    try:
-        memory.seek(address)
-        return memory.read(len(beginning)) == beginning
-    except (OSError, ValueError, OverflowError):
-        return False
+
+    def holds(memory: BinaryIO, address: int) -> bool:
+        try:
+            return os.pread(memory.fileno(), len(beginning), address) == beginning
+        except (OSError, OverflowError):
+            return False
+
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        return [page for page in pages if holds(memory, page[0])]
 
 
 class _Call:

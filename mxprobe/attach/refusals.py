@@ -82,7 +82,22 @@ REFUSALS: dict[str, Words] = {
     "unsupported_architecture": Words(
         "Attaching from outside is implemented for Linux on x86_64; this is {detail}.",
         "the injector writes machine registers, which differ by architecture",
-        "start the job with `mxprobe run -- python train.py`, which needs no injection",
+        "install gdb, which is used instead, or start the job with `mxprobe run -- python train.py`",
+    ),
+    "no_listener": Words(
+        "Process {pid} does not listen for an attach.",
+        "it was not started by `mxprobe run`, nor with MXPROBE_LISTEN=1 and the start-up hook",
+        "leave out `--via listener`, or start the job with `mxprobe run -- ...`",
+    ),
+    "no_remote_exec": Words(
+        "`sys.remote_exec` cannot be used on process {pid} ({detail}).",
+        "it takes Python 3.14 or newer, whose executable this command must be able to start",
+        "leave out `--via remote_exec`, or run mxprobe in the container in which the job runs",
+    ),
+    "no_gdb": Words(
+        "There is no gdb to attach to process {pid} with.",
+        "the image this command runs in does not have it",
+        "install gdb, or start the job with `mxprobe run -- ...`, which needs none",
     ),
     "remote_debugging_disabled": Words(
         "Process {pid} forbids remote debugging ({detail}).",

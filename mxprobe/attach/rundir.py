@@ -21,6 +21,7 @@ from mxprobe.listener import base_directories, is_private, private_directory
 
 _LOCK = "lock"
 _SOCKET = "control.sock"
+_SCRIPT_SUFFIX = ".script"
 _UNFINISHED = ".new-"
 _UNFINISHED_S = 60.0
 _LONGEST_NAME_BYTES = 48  # "/4194304.18446744073709551615/control.sock"
@@ -45,6 +46,11 @@ class RunDirectory:
     def page_record(self) -> PageRecord:
         """Beside the directory, which goes with this attachment: the record stays as long as there are pages."""
         return PageRecord(self.path.with_name(self.path.name + PAGES_SUFFIX))
+
+    @property
+    def script(self) -> Path:
+        """What `sys.remote_exec` is told to run. Beside the directory too: one that runs late must find its file."""
+        return self.path.with_name(self.path.name + _SCRIPT_SUFFIX)
 
     @classmethod
     def create(cls, process: Process) -> "RunDirectory":
@@ -111,7 +117,11 @@ def clean_stale() -> list[Path]:
             os.close(lock)
         removed.append(directory)
     for parent in dict.fromkeys(_parents(os.environ)):
-        for leftover in (*parent.glob("*.listen.sock"), *parent.glob(f"*{PAGES_SUFFIX}")):
+        for leftover in (
+            *parent.glob("*.listen.sock"),
+            *parent.glob(f"*{PAGES_SUFFIX}"),
+            *parent.glob(f"*{_SCRIPT_SUFFIX}"),
+        ):
             if _is_of_the_dead(leftover.name):
                 with contextlib.suppress(OSError):
                     leftover.unlink()

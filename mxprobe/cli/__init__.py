@@ -1,6 +1,7 @@
 """The command line: one module per command, imported when it is called; errors become words and exit codes here.
 
-Exit codes: 0 ok, 1 a checked threshold is breached, 2 usage, 3 no or bad trace, 4 could not attach.
+Exit codes: 0 ok, 1 a checked threshold is breached, 2 usage, 3 no or bad trace, 4 could not attach,
+130 interrupted (Ctrl-C).
 """
 
 import importlib
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from mxprobe._version import __version__
-from mxprobe.errors import MxprobeError
+from mxprobe.errors import EXIT_INTERRUPTED, MxprobeError
 
 # Name -> what `--help` says, so that listing the commands imports none of them.
 COMMANDS: dict[str, str] = {
@@ -59,13 +60,27 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise _interrupted() from None
+
     def invoke(self, ctx: click.Context) -> Any:
         ctx.default_map = _ConfiguredDefaults()
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _interrupted() from None
         except MxprobeError as error:
             click.echo(f"mxprobe: {error}", err=True)
             ctx.exit(error.exit_code)
+
+
+def _interrupted() -> click.exceptions.Exit:
+    """click's own code for an interrupt is 1, which here says that a threshold is breached."""
+    click.echo("\nmxprobe: interrupted", err=True)
+    return click.exceptions.Exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

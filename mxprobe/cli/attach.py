@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mxprobe.attach.group import AttachOptions
 
 _DEFAULTS = AgentConfig()
+MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 
 _ENDED = {
     "detached": "detached",
@@ -64,6 +65,7 @@ _ENDED = {
     show_default=True,
     help="Give up if the process takes no step for so long.",
 )
+@click.option("--via", type=click.Choice(MECHANISMS), help="Use this way in and no other; default: the first open.")
 @click.option("--wait", type=Duration(), help="Keep trying for so long while the process has not yet imported torch.")
 @click.option("--background", is_flag=True, help="Return once attached; detach with `mxprobe detach PID`.")
 def command(
@@ -76,6 +78,7 @@ def command(
     rule: str,
     duration: float | None,
     step_timeout: float,
+    via: str | None,
     wait: float | None,
     background: bool,
 ) -> None:
@@ -90,7 +93,7 @@ def command(
     found = targets.look_up_all(pids, job=job, wait_s=wait or 0.0, say=lambda text: click.echo(text, err=True))
     processes = list(found.processes.values())
     if len(processes) == 1:
-        check_reachable(processes[0])
+        check_reachable(processes[0], via=via)
     directory = output or Path(f"{processes[0].name}-{pids[0]}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
     config = AgentConfig(
         every=every,
@@ -108,6 +111,7 @@ def command(
             config,
             duration_s=duration,
             wait_s=wait or 0.0,
+            via=via,
             command_line=["mxprobe", *sys.argv[1:]],
             job=found.job,
         )

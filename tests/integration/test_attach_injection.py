@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from mxprobe.attach.entry import check_ptrace, run_injector, unmap_statements
+from mxprobe.attach import gdb
+from mxprobe.attach.helper import check_ptrace, run_injector, unmap_statements
 from mxprobe.attach.payload import in_thread
 from mxprobe.attach.process import look_up
 from mxprobe.errors import AttachError
-from tests.attach_targets import NOISY, interpreters, mxprobe, running, until
+from tests.attach_targets import NOISY, interpreters, mxprobe, running, statements_in_memory, until
 
 AS_ROOT = os.geteuid() == 0
 HOLD_STOPPED = """
@@ -78,6 +79,30 @@ def test_every_python(python: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", interpreters())
 def test_five_hundred_injections(python: str, tmp_path: Path) -> None:
     inject_often(python, 500, tmp_path)
+
+
+@pytest.mark.skipif(not gdb.is_here(), reason="needs gdb")
+def test_gdb_queues_and_unmaps_like_the_injector(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    with running(NOISY) as process:
+        facts = look_up(process.pid)
+        for count in (1, 2, 3):
+            answer = gdb.queue(facts, marking(mark), tmp_path)
+            until(lambda count=count: mark.stat().st_size == count)
+            assert statements_in_memory(process.pid) == 1
+            page = (answer["page"], answer["size_bytes"])
+            assert gdb.unmap(facts, [page, (page[0] ^ 1 << 40, 4096)], tmp_path)["unmapped"] == [page[0]]
+            assert statements_in_memory(process.pid) == 0
+        assert progresses(process)
+
+
+@pytest.mark.skipif(not gdb.is_here(), reason="needs gdb")
+def test_gdb_says_why_not(tmp_path: Path) -> None:
+    with noisy() as process, running(HOLD_STOPPED, str(process.pid), "seize"):
+        with pytest.raises(AttachError) as error:
+            gdb.queue(look_up(process.pid), in_thread("pass"), tmp_path)
+        assert error.value.reason == "not_permitted"
 
 
 QUIET = "import time\nprint('up', flush=True)\nwhile True:\n    time.sleep(0.002)\n"

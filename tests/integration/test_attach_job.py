@@ -21,7 +21,7 @@ from mxprobe.trace import open_trace
 from tests.attach_targets import MXPROBE, mxprobe, statements_in_memory, until
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_machines", "1")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_machines", "1")
 SCRIPT = str(Path(__file__).with_name("ddp_ranks.py"))
 SCHEDULE = ("--every", "5", "--weights-every", "20")
 STEPS = "400"
@@ -225,7 +225,7 @@ def test_a_job_started_by_run_is_entered_through_the_listeners_of_its_ranks(tmp_
 def test_accelerate_launch_of_two_and_of_one(tmp_path: Path) -> None:
     for n_ranks in (2, 1):
         trace = tmp_path / f"{n_ranks}.mxprobe"
-        launcher = (*ACCELERATE, "--num_processes", str(n_ranks), *(("--multi_cpu",) if n_ranks > 1 else ()))
+        launcher = (*ACCELERATE, "--num_processes", str(n_ranks), "--multi_gpu" if n_ranks > 1 else "--cpu")
         script = () if n_ranks > 1 else ("--pause-s", "0.01")
         prefix = [*MXPROBE, "run", "--"]
         with launched(tmp_path / f"job{n_ranks}", launcher, n_ranks, "0", *script, prefix=prefix) as job:

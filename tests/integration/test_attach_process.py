@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mxprobe.attach import gdb
 from mxprobe.attach.process import look_up
 from mxprobe.attach.rundir import RunDirectory, attached, clean_stale
 from mxprobe.errors import AttachError
@@ -113,6 +114,31 @@ def test_status_and_detach_round_trip(shared: Trainer, tmp_path: Path, private_b
     assert statements_in_memory(shared.process.pid) == 0
     assert list(private_base.iterdir()) == []
     assert mxprobe("detach", shared.pid).returncode == 4
+
+
+@pytest.mark.skipif(not gdb.is_here(), reason="needs gdb")
+def test_by_gdb_where_it_is_asked_for(shared: Trainer, tmp_path: Path) -> None:
+    trace = tmp_path / "a.mxprobe"
+    done = mxprobe("attach", shared.pid, "-o", str(trace), "--via", "gdb", "--duration", "0.5", *SCHEDULE)
+    assert done.returncode == 0, done.stderr
+    facts = run_facts(trace)
+    assert (facts["mechanism"], facts["ended"]["reason"]) == ("gdb", "duration")
+    assert facts["unmap_pause_ms"] > 0
+    assert nothing_left(shared.residue())
+    assert statements_in_memory(shared.process.pid) == 0
+
+
+@pytest.mark.parametrize(
+    ("via", "words"),
+    [("listener", "does not listen for an attach"), ("remote_exec", "not Python 3.14 or newer")],
+)
+def test_a_way_in_that_is_not_open_is_not_replaced_by_another(
+    via: str, words: str, shared: Trainer, tmp_path: Path
+) -> None:
+    done = mxprobe("attach", shared.pid, "-o", str(tmp_path / "a"), "--via", via)
+    assert done.returncode == 4
+    assert words in done.stderr
+    assert not (tmp_path / "a").exists()
 
 
 def test_ctrl_c_closes_the_trace_and_exits_0(shared: Trainer, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ OPTIONS = {
         "wait",
         "background",
         "job",
+        "via",
     },
     "detach": {"job"},
     "status": {"as_json", "job"},
@@ -100,6 +101,22 @@ def test_exit_codes(arguments: list[str], code: int) -> None:
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     assert result.stderr != ""
+
+
+@pytest.mark.parametrize("place", ["mxprobe.cli.status", "mxprobe.attach.rundir"])
+def test_ctrl_c_is_not_a_breached_threshold(place: str) -> None:
+    """While a command's module is imported, and while it runs."""
+    code = (
+        "import signal, sys\nfrom mxprobe.cli import main\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, *rest):\n"
+        f"        if name == {place!r}:\n            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder)\nmain(['status'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip() == "mxprobe: interrupted"
 
 
 def test_nothing_attached_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: str) -> None:

@@ -1,0 +1,84 @@
+"""The injector as a process of its own: what it is told, what it answers, which refusal that is."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mxprobe
+from mxprobe.attach.elf import EM_X86_64, ImageError, find_python, read_maps
+from mxprobe.attach.injector import FUNCTIONS
+from mxprobe.attach.pages import Page
+from mxprobe.attach.process import Process
+from mxprobe.attach.refusals import refuse
+from mxprobe.errors import AttachError
+
+_TIMEOUT_S = 60.0
+
+
+def check_ptrace(process: Process, *, any_machine: bool = False) -> None:
+    """Raise the AttachError that the injector (with `any_machine`: gdb) would end in, as far as /proc tells."""
+    machine = platform.machine()
+    if not any_machine and (sys.platform != "linux" or machine != "x86_64"):
+        raise refuse("unsupported_architecture", process.pid, f"{platform.system()} on {machine}")
+    if process.tracer_pid:
+        raise refuse("being_traced", process.pid, str(process.tracer_pid))
+    try:
+        find_python(process.pid, read_maps(process.pid), FUNCTIONS, machine=None if any_machine else EM_X86_64)
+    except ImageError as error:
+        raise refuse(error.reason, process.pid, error.detail) from None
+    except PermissionError as error:
+        raise not_permitted(process.pid, str(error)) from None
+    except OSError:
+        raise refuse("exited", process.pid, "just now") from None
+
+
+def not_permitted(pid: int, detail: str) -> AttachError:
+    """The kernel said no: Yama's policy if that explains it, else capabilities or a non-dumpable process."""
+    try:
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        scope = 0
+    return refuse("ptrace_scope", pid, str(scope)) if scope else refuse("not_permitted", pid, detail)
+
+
+def run_injector(process: Process, statement: str) -> dict[str, Any]:
+    """Queue the statement through a helper process; returns what it measured. AttachError if it could not.
+
+    The helper is not stopped by the caller's Ctrl-C, and not given up before it has let go of the process.
+    """
+    return _run_helper(process, [], statement)
+
+
+def unmap_statements(process: Process, pages: list[Page]) -> dict[str, Any]:
+    """Unmap pages whose statements have run; returns what the helper measured. AttachError if it could not."""
+    return _run_helper(process, [f"{address}:{size_bytes}" for address, size_bytes in pages], "")
+
+
+def _run_helper(process: Process, arguments: list[str], statement: str) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "mxprobe.attach.injector", str(process.pid), str(process.start_ticks)]
+    environ = dict(os.environ, PYTHONPATH=str(Path(mxprobe.__file__).parent.parent))
+    environ.pop("MXPROBE_LISTEN", None)
+    done = subprocess.run(
+        [*command, *arguments],
+        input=statement,
+        capture_output=True,
+        text=True,
+        env=environ,
+        start_new_session=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        detail = f"the injector ended with {done.returncode}: {done.stderr.strip()[-300:]}"
+        raise refuse("injection_failed", process.pid, detail) from None
+    if "reason" not in answer:
+        return answer
+    if answer["reason"] == "not_permitted":
+        raise not_permitted(process.pid, answer["detail"])
+    raise refuse(answer["reason"], process.pid, answer["detail"])
