@@ -9,6 +9,8 @@ from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter
 from tests import report_frames
 
+FRAMES = ("tensors", "outputs", "whatif", "signals", "events", "modules", "overhead")
+
 
 def frames(
     n_layers: int = 1, n_steps: int = 120, every: int = 10, **overrides: pd.DataFrame

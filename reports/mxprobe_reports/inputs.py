@@ -72,11 +72,10 @@ def windows(directory: Path) -> tuple[list[range] | None, list[str]]:
         return None, []
     n_kept = max(int(len(groups) / excess), 1)
     kept = [groups[i * len(groups) // n_kept] for i in range(n_kept)]
-    n_steps, n_read = (len({step for each in part for step in each}) for part in (groups, kept))
-    total = sum(counted.values()) / 1e6
+    total = sum(counted.values())
     return kept, [
-        f"The trace is long ({total:.0f} million operand rows): errors, what-ifs and layer outputs on this page are "
-        f"of {n_kept} evenly spaced windows, {n_read} of {n_steps} steps. The verdict and the signals use all."
+        f"The trace is long ({total:,} rows): errors, what-ifs and layer outputs on this page are of {n_kept} of its "
+        f"{len(groups)} windows of steps, evenly spaced. The verdict and the signals use all."
     ]
 
 

@@ -1,15 +1,22 @@
 """The page in headless Chromium: draws, follows the selection, asks nothing of the network, complains about nothing."""
 
+import json
+import math
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
+from click.testing import CliRunner
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, sync_playwright
 
+from mxprobe.cli import main
 from mxprobe.schema import Verdict
 from mxprobe_reports import Report
-from tests import report_frames
+from tests import report_frames, trace_files
 from tests.unit.test_report_page import HOSTILE, empty_frames
 
 pytestmark = pytest.mark.browser
@@ -19,6 +26,7 @@ ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
+AXE = "axe-core@4.14.1"
 LAYER_CHARTS = ("output", "operand", "zeros", "delta")
 
 
@@ -95,6 +103,33 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("page") / "report.html")
 
 
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks; on the second, outliers are gone."""
+    frames = report_frames.tables()
+    names = report_frames.module_names(2)
+    calm = report_frames.tensors(names, list(range(20, 241, 20)), outliers=False).assign(rank=1)
+    tensors = pd.concat([frames["tensors"], calm], ignore_index=True)
+    return write(tmp_path_factory.mktemp("page") / "ranks.html", tensors=tensors)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`mxprobe report A --against B`, B without outliers, through the command line."""
+    directory = tmp_path_factory.mktemp("compared")
+    names = report_frames.module_names(1)
+    a, b = trace_files.frames(1, 240, 20), trace_files.frames(1, 240, 20)
+    b["tensors"] = report_frames.tensors(names, list(range(20, 241, 20)), outliers=False)
+    b["whatif"] = report_frames.whatif(b["tensors"])
+    b["outputs"] = report_frames.outputs(names, list(range(20, 241, 20)), realised=0.01)
+    for name, frames in (("a", a), ("b", b)):
+        trace_files.write_trace(directory / f"{name}.mxprobe", frames)
+    paths = [str(directory / f"{name}.mxprobe") for name in "ab"]
+    result = CliRunner().invoke(main, ["report", paths[0], "--against", paths[1], "-o", str(directory / "page.html")])
+    assert result.exit_code == 0, result.output
+    return directory / "page.html"
+
+
 def selection(watched: Watched) -> str:
     return watched.page.locator("#layer-select option:checked").inner_text()
 
@@ -102,7 +137,7 @@ def selection(watched: Watched) -> str:
 def test_every_chart_holds_data(watched: Watched, whole: Path) -> None:
     watched.open(whole)
     names = watched.page.locator("[data-chart]").evaluate_all("nodes => nodes.map(n => n.dataset.chart)")
-    assert len(names) == 4 + 2 + len(LAYER_CHARTS) + 1
+    assert len(names) == 4 + 2 + len(LAYER_CHARTS) + 2
     for name in names:
         traces = watched.drawn(name)
         assert traces, name
@@ -166,13 +201,162 @@ def test_keyboard_alone_reaches_layer_operand_and_sorting(watched: Watched, whol
     watched.check()
 
 
+def test_steps_shown_follow_the_bar_and_the_address(watched: Watched, whole: Path) -> None:
+    watched.open(whole)
+    before = watched.drawn("hurts")
+    keys = watched.page.locator("#keys").inner_text()
+    watched.page.locator("#step-from").fill("100")
+    watched.page.locator("#step-from").press("Enter")
+    watched.page.wait_for_function("() => location.hash.includes('steps=100-240')")
+    after = watched.drawn("hurts")
+    assert after != before
+    assert watched.page.locator("#keys").inner_text() != keys
+    # One operand of the heatmap by hand: sums over the steps from 100 on, of rows 0, 84, 168, ... of the frame.
+    rows = report_frames.tables()["tensors"]
+    chosen = rows[(rows["step"] >= 100) & (rows["module"] == rows["module"][0]) & (rows["role"] == rows["role"][0])]
+    expected = math.log10(chosen["out_e2"].sum() / chosen["out_ref2"].sum())
+    assert after[0]["y"][0] == pytest.approx(expected, abs=1e-5)
+    for chart in ("signal-reward", "output", "zeros"):
+        watched.drawn(chart)
+        range_ = watched.page.evaluate("n => document.getElementById('chart-' + n).layout.xaxis.range", chart)
+        assert range_ == [100, 240], chart
+    watched.page.locator("#steps-all").click()
+    assert watched.drawn("hurts") == before
+    assert "steps=" not in watched.page.url
+    watched.open(whole, "#layer=model-layers-0-mlp-up-proj&operand=x_fwd&steps=40-120")
+    assert watched.page.locator("#step-to").input_value() == "120"
+    watched.check()
+
+
+def test_steps_typed_wrong_are_put_right(watched: Watched, whole: Path) -> None:
+    watched.open(whole)
+    watched.page.locator("#step-from").fill("900")
+    watched.page.locator("#step-from").press("Enter")
+    assert watched.page.locator("#step-from").input_value() == "240"
+    watched.page.locator("#step-from").fill("")
+    watched.page.locator("#step-from").press("Tab")
+    assert watched.page.locator("#step-from").input_value() == "20"
+    watched.check()
+
+
+def test_a_rank_shows_its_own_numbers(watched: Watched, ranked: Path) -> None:
+    watched.open(ranked)
+    worst = [watched.drawn("hurts")[0]["y"]]
+    for view in ("1", "2"):
+        watched.page.locator("#rank-select").select_option(view)
+        worst.append(watched.drawn("hurts")[0]["y"])
+    both, first, second = (max(each) for each in worst)
+    assert second < -1.5 < both < first
+    assert "rank=2" in watched.page.url
+    assert watched.drawn("output")
+    watched.check()
+
+
+def test_one_rank_needs_no_choice_of_rank(watched: Watched, whole: Path) -> None:
+    watched.open(whole)
+    assert watched.page.locator("#rank-select").count() == 0
+
+
+def test_events_and_change_points_are_on_the_signals(watched: Watched, tmp_path: Path) -> None:
+    signals = report_frames.signals(240)
+    late = (signals["metric"] == "reward_mean") & (signals["step"] > 120)
+    noise = np.random.default_rng(5).normal(0.5, 0.03, len(signals))
+    signals["value"] = np.where(signals["metric"] == "reward_mean", noise + 0.4 * late, signals["value"])
+    watched.open(write(tmp_path / "steps.html", signals=signals))
+    watched.drawn("signal-reward")
+    marks = watched.page.evaluate(
+        "document.getElementById('chart-signal-reward').layout.annotations.map(a => a.hovertext)"
+    )
+    assert marks[:2] == ["attached at step 3", "detached at step 240"]
+    assert marks[2].startswith("step at 121, p ")
+    assert marks[2].endswith("associated")
+    card = watched.page.locator("#signals .card").first.inner_text()
+    assert "associated" in card
+    assert "no trend; step at 121: 0.495 to 0.903" in card
+    watched.check()
+
+
+def test_a_second_run_is_laid_over_every_chart(watched: Watched, compared: Path) -> None:
+    watched.open(compared)
+    assert watched.page.locator("#against .headline").inner_text()
+    names = {chart: [trace["name"] for trace in watched.drawn(chart)] for chart in ("signal-reward", *LAYER_CHARTS)}
+    assert "B" in names["signal-reward"]
+    assert "total of B" in names["output"]
+    assert "total of B" in names["operand"]
+    assert "zeroed in B" in names["zeros"]
+    watched.page.locator("#measure").select_option("b_over_a")
+    watched.page.wait_for_timeout(100)
+    ratios = watched.drawn("where")[0]["y"]
+    # 0.013 / 0.6 at the inputs behind a norm, about 1 elsewhere.
+    assert min(ratios) == pytest.approx(math.log10(0.013 / 0.6), abs=0.15)
+    assert sum(abs(ratio) < 0.1 for ratio in ratios) > len(ratios) / 2
+    watched.check()
+
+
+def test_gaussian_band_lies_behind_the_levels(watched: Watched, whole: Path) -> None:
+    watched.open(whole)
+    for chart, low, high in (("output", 0.0133, 0.0140), ("operand", 0.0133, 0.0140), ("zeros", 0.107, 0.117)):
+        watched.drawn(chart)
+        [band] = watched.page.evaluate("n => document.getElementById('chart-' + n).layout.shapes", chart)
+        assert band["y0"] == pytest.approx(low, rel=0.02), chart
+        assert band["y1"] == pytest.approx(high, rel=0.02), chart
+    assert "Gaussian" in watched.page.locator(".split").inner_text()
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of axe-core, from npm."""
+    directory = tmp_path_factory.mktemp("axe")
+    command = ["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(directory), AXE]
+    subprocess.run(command, check=True, timeout=300)
+    return (directory / "node_modules" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["whole", "compared", "ranked", "empty"])
+def test_axe_finds_no_serious_violation(
+    browser: Browser, axe: str, request: pytest.FixtureRequest, tmp_path: Path, kind: str, scheme: Any
+) -> None:
+    if kind == "empty":
+        little = report_frames.recommendation([], verdict=Verdict.NOT_ENOUGH_EVIDENCE, n_steps=0)
+        path = write(tmp_path / "empty.html", **empty_frames(), recommendation=little, run={})
+    else:
+        path = request.getfixturevalue(kind)
+    context = browser.new_context(viewport={"width": 1280, "height": 1080}, color_scheme=scheme, bypass_csp=True)
+    watched = Watched(context.new_page()).open(path)
+    watched.page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    for name in watched.page.locator("[data-chart]").evaluate_all("nodes => nodes.map(n => n.dataset.chart)"):
+        watched.show(f"#chart-{name}")
+    watched.page.wait_for_timeout(300)
+    watched.page.evaluate(axe)
+    result = watched.page.evaluate("axe.run(document)")
+    assert "color-contrast" in {each["id"] for each in result["passes"]}  # it looked
+    found = result["violations"]
+    grave = [
+        f"{each['id']}: {each['help']} {[node['html'][:160] for node in each['nodes'][:3]]}"
+        for each in found
+        if each["impact"] in ("serious", "critical")
+    ]
+    assert grave == [], json.dumps(grave, indent=1)
+    context.close()
+
+
 def test_every_control_is_reached_by_tab(watched: Watched, whole: Path) -> None:
     watched.open(whole)
     reached: set[str] = set()
     for _ in range(150):
         watched.page.keyboard.press("Tab")
         reached.add(watched.page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert {"measure", "layer-select", "layer-previous", "layer-next", "layer-filter", "operand-filter"} <= reached
+    assert {
+        "step-from",
+        "step-to",
+        "measure",
+        "layer-select",
+        "layer-previous",
+        "layer-next",
+        "layer-filter",
+        "operand-filter",
+    } <= reached
     assert "SUMMARY" in reached
 
 

@@ -11,9 +11,10 @@ from click.testing import CliRunner, Result
 
 from mxprobe.cli import main
 from mxprobe.errors import EXIT_TRACE, EXIT_USAGE
-from mxprobe.schema import TABLES
-from mxprobe.trace import TraceWriter
-from tests import report_frames
+from mxprobe.schema import SCHEMA_VERSION, TABLES
+from mxprobe.trace import TraceWriter, compaction, layout
+from mxprobe_reports import inputs
+from tests import report_frames, trace_files
 from tests.synthetic import Run, write_trace
 
 
@@ -97,3 +98,71 @@ def test_report_needs_no_torch(trace: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_against_lays_the_second_trace_over_the_first(trace: Path, tmp_path: Path) -> None:
+    healthy = write_trace(tmp_path / "healthy.mxprobe", Run(train="mxfp4+rceil", steps=9))
+    output = tmp_path / "page.html"
+    result = report(trace, "--against", healthy, "-o", output, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["against"] == "healthy.mxprobe"
+    html = output.read_text(encoding="utf-8")
+    assert "B relative to A" in html
+    assert "output error, B relative to A" in html
+    assert "The mismatch of rollout and training went from" in html
+
+
+def test_runs_that_cannot_be_compared_are_refused_before_a_page_is_written(trace: Path, tmp_path: Path) -> None:
+    TraceWriter(tmp_path / "empty.mxprobe", {}).close()
+    result = report(trace, "--against", tmp_path / "empty.mxprobe", "-o", tmp_path / "page.html")
+    assert result.exit_code == EXIT_USAGE
+    assert "has no measured module" in result.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_trace_of_a_newer_schema_is_refused_in_words(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "new.mxprobe", Run(steps=1))
+    run = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**run, "schema_version": SCHEMA_VERSION + 1}))
+    result = report(path)
+    assert result.exit_code == EXIT_TRACE
+    assert "upgrade mxprobe" in result.stderr
+
+
+def test_a_trace_cut_in_the_middle_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    path = trace_files.write_trace(tmp_path / "cut.mxprobe", trace_files.frames(), close=False)
+    live = layout.live_path(path, "tensors", 0)
+    whole = live.read_bytes()
+    live.write_bytes(whole + whole[: len(whole) // 2])  # a batch, and half of what would have been the next
+    result = report(path, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "is cut after" in result.stderr
+    assert json.loads(result.stdout)["n_probed_steps"] == 12
+    assert "is cut after" in (tmp_path / "cut.html").read_text(encoding="utf-8")
+
+
+def test_a_damaged_part_is_an_error_in_words(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "bad.mxprobe", Run(steps=2))
+    _, part = layout.part_files(path, "whatif")[0]
+    part.write_bytes(part.read_bytes()[:100])
+    result = report(path)
+    assert result.exit_code == EXIT_TRACE
+    assert "damaged or was copied in part" in result.stderr
+
+
+def test_a_trace_beyond_the_limits_is_read_in_windows_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "ROWS_PER_GROUP", 28)  # two steps of one layer's forward operands
+    path = write_trace(tmp_path / "long.mxprobe", Run(steps=16))
+    whole = json.loads(report(path, "--json").stdout)
+    assert whole["n_probed_steps"] == 16
+    monkeypatch.setitem(inputs.MAX_ROWS, "tensors", 56)  # a quarter of the rows
+    result = report(path, "--json")
+    assert result.exit_code == 0, result.output
+    part = json.loads(result.stdout)
+    assert part["n_probed_steps"] == 4
+    assert "are of 2 of its 8 windows of steps, evenly spaced. The verdict and the signals use all." in result.stderr
+    assert "windows of steps, evenly spaced" in (tmp_path / "long.html").read_text(encoding="utf-8")
+    assert part["verdict"] == whole["verdict"]
+    assert part["n_operands"] == whole["n_operands"]

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pandas as pd
 import pytest
 
 from mxprobe.schema import PLAIN_WORDS, Verdict
-from mxprobe_reports import Report, shell
+from mxprobe_reports import Report, claims, depth, shell
 from tests import report_frames
 
 HOSTILE = [
@@ -68,6 +69,8 @@ def test_order_answers_what_where_and_what_to_do(whole: str) -> None:
         "layer",
         "layers-card",
         "realised",
+        "depth",
+        "claims",
         "coverage",
         "quality",
         "methods",
@@ -266,3 +269,89 @@ def test_a_run_in_high_precision_gets_what_mxfp4_would_do_not_a_measurement() ->
     assert "this is what mxfp4 rceil would do to these tensors" in html
     card = html[html.index("<h2>Where it hurts</h2>") :][:200]
     assert 'class="basis predicted"' in card
+
+
+def test_evidence_under_its_threshold_is_no_failure() -> None:
+    names = report_frames.module_names(2)
+    told = report_frames.recommendation(names)
+    quiet = replace(told, evidence=(replace(told.evidence[0], value=1e-4, holds=False), *told.evidence[1:]))
+    html = page(recommendation=quiet)
+    row = text_of(html)[text_of(html).index("Median mismatch over modules") :][:120]
+    assert "not reached" in row
+    assert "✗" not in html[html.index("<main") : html.index("</main>")]
+
+
+def claims_text(**overrides: Any) -> str:
+    html = page(**overrides)
+    return text_of(html[html.index("<main") : html.index("</main>") + 7].replace("\n", " ")).split("three claims")[1]
+
+
+def test_claims_are_read_off_this_run_and_say_what_is_missing() -> None:
+    text = claims_text()
+    assert "93.0 % is made on values rounded to zero" in text
+    assert text.count("Not in this trace.") == 3
+    assert "delta_sum_heuristic" in text
+    scale, deadzone, grid = text.split("Scale bias")[1], text.split("The deadzone sets")[1], text.split("Grid noise")[1]
+    assert "not what is seen here" in scale[:80]  # grid is the largest part of dW's error in these frames
+    assert "consistent with it" in deadzone[:80]
+    assert "cannot be told from this trace" in grid[:80]
+
+
+def test_deadzone_claim_follows_the_mismatch() -> None:
+    told = report_frames.recommendation(report_frames.module_names(2))
+    quiet = replace(told, evidence=(replace(told.evidence[0], value=1e-4, holds=False),))
+    text = claims_text(recommendation=quiet).split("The deadzone sets")[1]
+    assert "not what is seen here" in text[:80]
+    assert "There is no mismatch to explain." in text
+
+
+def test_gain_that_compounds_is_added_over_layers() -> None:
+    report = Report.of(report_frames.inputs(n_layers=3))
+    found = claims.compounding(report.operands)
+    assert found is not None
+    gain, delta, n_layers = found
+    assert n_layers == 3
+    assert gain == pytest.approx(3 * 2 * np.log2(0.99))
+    assert delta == pytest.approx(3 * 2 * 0.5, abs=0.05)
+
+
+def test_gradient_error_by_depth_is_the_median_over_a_layers_modules() -> None:
+    report = Report.of(report_frames.inputs(n_layers=3))
+    table = depth.by_depth(report.operands)
+    assert list(table.index) == ["0", "1", "2"]
+    rows = report_frames.tables(3)["tensors"]
+    mine = rows[(rows["role"] == "g_wgrad") & rows["module"].astype(str).str.startswith("model.layers.1.")]
+    sums = mine.groupby("module", observed=True)[["out_e2", "out_ref2"]].sum()
+    assert table["g_wgrad"]["1"] == pytest.approx((sums["out_e2"] / sums["out_ref2"]).median())
+    forward = report_frames.tables(1)["tensors"]
+    forward = forward[forward["role"].isin(["x_fwd", "w_fwd"]).to_numpy()]
+    assert "No operand of a weight-gradient GEMM" in page(n_layers=1, tensors=forward)
+
+
+def test_a_rank_that_measured_nothing_is_named() -> None:
+    frames = report_frames.tables()
+    overhead = pd.concat([frames["overhead"].assign(rank=rank) for rank in (0, 1, 3)], ignore_index=True)
+    problems = Report.of(report_frames.inputs(overhead=overhead)).problems
+    assert any("No operand was measured on rank 1, 2, 3" in text for text in problems)
+
+
+def test_ranks_are_kept_one_by_one_and_add_up() -> None:
+    rows = report_frames.tables()["tensors"]
+    two = pd.concat([rows, rows.assign(rank=1, out_e2=rows["out_e2"] * 3)], ignore_index=True)
+    found = Report.of(report_frames.inputs(tensors=two)).operands
+    assert [each.label for each in found.ranks] == ["rank 0", "rank 1"]
+    first, second = (each.sums["out_e2"].sum() for each in found.ranks)
+    assert second == pytest.approx(3 * first)
+    assert found.totals["out_e2"].sum() == pytest.approx(first + second)
+
+
+def test_more_ranks_than_the_page_holds_are_said() -> None:
+    rows = report_frames.tensors(report_frames.module_names(30), [1])
+    many = pd.concat([rows.assign(rank=rank) for rank in range(64)], ignore_index=True)
+    report = Report.of(report_frames.inputs(n_layers=30, tensors=many))
+    assert any("The page holds the first" in text and "of 64 ranks" in text for text in report.problems)
+    assert len(report.render()) < 10e6
+
+
+def test_split_is_shown_beside_gaussian_data() -> None:
+    assert "Gaussian" in text_of(page()).split("Split of the output error")[1][:900]
