@@ -168,7 +168,7 @@ TABLES: dict[str, Columns] = {
         *_WHEN,
         ("module", "dict"),
         ("role", "dict"),  # x_fwd, w_fwd
-        ("component", "dict"),  # total, scale, deadzone, grid
+        ("component", "dict"),  # total, scale, deadzone, grid; a correction: what it would leave
         ("format", "dict"),
         ("rule", "dict"),
         ("probe", "int64"),  # index of the random signs
@@ -192,6 +192,27 @@ TABLES: dict[str, Columns] = {
         ("sum_log_prob_shift2", "float64"),
         ("sum_entropy_shift", "float64"),
         ("loss_shift", "float64"),  # of the loss that the model itself returns; NaN if it returns none
+    ),
+    # Log-probabilities of sampled tokens by rollout and trainer, measured by the agent: see mxprobe.agent.logprobs.
+    # d = log p_rollout - log p_train, w = exp(-d); sums over tokens.
+    "rollouts": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("stratum", "dict"),  # all; entropy_q1 (lowest) to entropy_q4: quarters by the rollout's entropy
+        ("temperature", "float64"),  # at which both sides are taken
+        ("n_sequences", "int64"),  # found in a training batch of the step ...
+        ("n_unmatched", "int64"),  # ... and looked for in vain
+        ("n_tokens", "int64"),
+        ("sum_d", "float64"),  # / n_tokens = k1, an estimate of KL(rollout || train)
+        ("sum_abs_d", "float64"),
+        ("sum_d2", "float64"),
+        ("max_abs_d", "float64"),
+        ("sum_k3", "float64"),  # w - 1 + d
+        ("sum_w", "float64"),  # effective sample size: sum_w^2 / (n_tokens sum_w2)
+        ("sum_w2", "float64"),  # / n_tokens - 1 = chi squared of train from rollout
+        ("n_outside_clip", "int64"),  # |w - 1| > 0.2
+        ("sum_entropy_rollout", "float64"),
+        ("sum_entropy_train", "float64"),
     ),
     "signals": (
         ("step", "int64"),

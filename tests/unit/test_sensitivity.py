@@ -142,6 +142,44 @@ def test_it_is_the_sum_over_samples_of_the_squared_first_order_shift():
             assert row["n_samples"] == 5
 
 
+def test_predicted_gains_of_corrections_are_those_of_replays():
+    model = small_lm.trained()
+    modules = small_lm.linears(model)
+    corrections = (
+        "rule:floor",
+        "rule:even",
+        "rule:ceil",
+        "rule:oas",
+        "mbs:32",
+        "mbs:64",
+        "mbs:128",
+        "of:0.25",
+        "of:0.5",
+    )
+    corrections += ("of:0.75", "of:1.0", "had:16", "had:32", "nvfp4", "mxfp8", "keep_high_precision")
+    predicted = dict.fromkeys(("total", *corrections), 0.0)
+    replayed = dict.fromkeys(("q", *corrections), 0.0)
+    for microbatch in range(2):
+        call = capture(model, (small_lm.batch(32, HELD_OUT + microbatch),), {})
+        found = measure_sensitivity(call, modules, corrections=corrections, n_probes=2, seed=microbatch)
+        for row in found.rows():
+            if row["component"] in predicted:
+                predicted[row["component"]] += row["sum_delta2"]
+        for arm in replay_arms(call, modules, list(replayed)):
+            replayed[arm.name] += arm.row()["sum_kl"]
+    errors = [
+        np.clip(1 - predicted[name] / predicted["total"], -1, 1) - np.clip(1 - replayed[name] / replayed["q"], -1, 1)
+        for name in corrections
+    ]
+    assert len(errors) >= 15
+    assert np.mean(np.abs(errors)) <= 0.10, dict(zip(corrections, np.round(errors, 2), strict=True))
+
+
+def test_an_unknown_correction_is_said():
+    with pytest.raises(ValueError, match="unknown correction 'off'"):
+        measure(small_lm.batch(2, HELD_OUT), corrections=("off",))
+
+
 def test_rows_in_no_known_order_make_one_sample():
     class Flat(OneLayer):
         def forward(self, index: torch.Tensor) -> dict[str, torch.Tensor]:

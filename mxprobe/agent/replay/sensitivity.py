@@ -37,9 +37,9 @@ from mxprobe.agent.replay.policy import (
     given_tokens,
 )
 from mxprobe.schema import Role
-from mxprobe_kernels.torch_backend import ErrorFields
 
 COMPONENTS = ("total", "scale", "deadzone", "grid")
+_N_PARTS = len(COMPONENTS) - 1
 MAX_ROWS = 1024
 """Rows of whole samples whose errors are propagated; at least one sample."""
 MAX_LOGITS = 1 << 27
@@ -53,10 +53,36 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Errors:
+    """What is propagated: the three parts of the rounding error, and what each correction would leave of it."""
+
+    format: str
+    rule: str
+    corrections: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*COMPONENTS, *self.corrections)
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, K] -> float32 [C - 1, rows, K]: all of `names` but the total, which is the sum of the first three.
+
+        NVFP4 takes its tensor scale from the rows given.
+        """
+        fields = mxprobe_kernels.error_fields(x, format=self.format, rule=self.rule)
+        left = [fields.e_scale, fields.e_dz, fields.e_grid]
+        for correction in self.corrections:
+            corrected = mxprobe_kernels.apply_correction(x, correction, rule=self.rule)
+            left.append(torch.where(corrected.isfinite(), corrected - fields.x, 0.0))
+        return torch.stack(left).float()
+
+
+@dataclass(frozen=True)
 class Sensitivity:
     """Sums over one microbatch, on its device until `rows`."""
 
     operands: tuple[tuple[str, Role], ...]
+    components: tuple[str, ...]
     sums: torch.Tensor
     """float64 [n_operands, C, P + 2]: sum_b delta_b^2 of each of P probes, summed shift of log p, of entropy."""
     n_samples: tuple[int, ...]
@@ -72,7 +98,7 @@ class Sensitivity:
         """One row per operand, component and probe, without when; copies from the device, which waits for it."""
         values, n_tokens = self.sums.tolist(), float(self.n_tokens)
         for (module, role), n_samples, of_operand in zip(self.operands, self.n_samples, values):
-            for component, (*probes, log_prob, entropy) in zip(COMPONENTS, of_operand):
+            for component, (*probes, log_prob, entropy) in zip(self.components, of_operand):
                 for probe, delta2 in enumerate(probes):
                     yield {
                         "module": module,
@@ -95,6 +121,7 @@ def measure_sensitivity(
     record: Collection[str] | None = None,
     format: str = "mxfp4",
     rule: str = "rceil",
+    corrections: Sequence[str] = (),
     seed: int = 0,
     n_probes: int = 1,
     max_rows: int = MAX_ROWS,
@@ -103,9 +130,12 @@ def measure_sensitivity(
     """Replay the call with gradient and propagate the error of X and of W of each module.
 
     mask: [B, T] of the positions that count (the loss reads them); all of them if None. record: names of the modules
-    to measure, all if None; the others are replayed in high precision too. NotReplayableError where the root returns
-    no policy, or no Linear's output carries a gradient. Nothing waits for the device.
+    to measure, all if None; the others are replayed in high precision too. corrections: what would be left of the
+    error under each is propagated as well, as a further component of that name (a second quantizer's time each).
+    NotReplayableError where the root returns no policy, or no Linear's output carries a gradient. ValueError for an
+    unknown correction. Nothing waits for the device.
     """
+    errors = Errors(format, rule, tuple(corrections))
     with ExitStack() as stack:
         stack.enter_context(replayed(call, gradient=True))
         intercept = stack.enter_context(Intercept(modules, record=record or modules, max_bytes=max_output_bytes))
@@ -121,12 +151,13 @@ def measure_sensitivity(
         objectives, n_tokens = _objectives(call, policy, mask, samples, generator, n_probes)
         gradients = _gradients(objectives, intercept.calls)
         with undisturbed(call.device_type):
-            deltas = _propagate(intercept.calls, gradients, n_batch, samples, format, rule)
+            deltas = _propagate(intercept.calls, gradients, n_batch, samples, errors)
     if not deltas:
         raise NotReplayableError("the policy does not depend on any of the modules")
     known = [any(g is not None for g in of_objective) for of_objective in gradients]
     return Sensitivity(
         operands=tuple(deltas),
+        components=errors.names,
         sums=torch.stack([_sums(delta, known) for delta in deltas.values()]),
         n_samples=tuple(delta.shape[-1] for delta in deltas.values()),
         n_tokens=n_tokens,
@@ -205,8 +236,7 @@ def _propagate(
     gradients: list[Sequence[torch.Tensor | None]],
     n_batch: int,
     samples: torch.Tensor,
-    format: str,
-    rule: str,
+    errors: Errors,
 ) -> dict[tuple[str, Role], torch.Tensor]:
     """delta_b per operand, [J, C - 1, S]; the same weight called twice adds up."""
     deltas: dict[tuple[str, Role], torch.Tensor] = {}
@@ -220,8 +250,8 @@ def _propagate(
         g = torch.stack([_by_sample(each, n_batch, samples) for each in g])
         weight = call.module.weight.detach().float()
         for role, delta in (
-            (Role.X_FWD, _input_deltas(x, weight, g, format, rule)),
-            (Role.W_FWD, _weight_deltas(x, weight, g, format, rule)),
+            (Role.X_FWD, _input_deltas(x, weight, g, errors)),
+            (Role.W_FWD, _weight_deltas(x, weight, g, errors)),
         ):
             place = (call.name, role)
             before = deltas.get(place)
@@ -233,7 +263,7 @@ def _propagate(
 
 def _sums(delta: torch.Tensor, known: Sequence[bool]) -> torch.Tensor:
     """[J, C - 1, S] -> [C, J]: squares of the probes, plain sums of the last two directions, NaN if not known."""
-    delta = torch.cat((delta.sum(1, keepdim=True), delta), 1).double()
+    delta = torch.cat((delta[:, :_N_PARTS].sum(1, keepdim=True), delta), 1).double()
     n_probes = delta.shape[0] - 2
     columns = [delta[j].square().sum(-1) for j in range(n_probes)]
     for j in (n_probes, n_probes + 1):
@@ -248,32 +278,27 @@ def _by_sample(x: torch.Tensor, n_batch: int, samples: torch.Tensor) -> torch.Te
     return x.reshape(1, -1, x.shape[-1])
 
 
-def _components(fields: ErrorFields) -> torch.Tensor:
-    """float32 [C - 1, ...]: the three parts, whose sum is the error."""
-    return torch.stack((fields.e_scale, fields.e_dz, fields.e_grid)).float()
-
-
-def _input_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, format: str, rule: str) -> torch.Tensor:
+def _input_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors: Errors) -> torch.Tensor:
     """x [S, T, K], w [O, K], g [J, S, T, O] -> delta_b [J, C - 1, S] of E_X; <G, E_X W^T> = <G W, E_X>."""
     n_samples, _, width = x.shape
     found: list[torch.Tensor] = []
     stride = max(CHUNK_ELEMENTS // max(x[0].numel(), 1), 1)
     for start in range(0, n_samples, stride):
         part = slice(start, start + stride)
-        e = _components(mxprobe_kernels.error_fields(x[part].reshape(-1, width), format=format, rule=rule))
+        e = errors.of(x[part].reshape(-1, width))
         back = g[:, part] @ w
         e = e.reshape(len(e), back.shape[1], -1)
         found.append(torch.einsum("csk,jsk->jcs", e, back.flatten(2)))
     return torch.cat(found, -1)
 
 
-def _weight_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, format: str, rule: str) -> torch.Tensor:
+def _weight_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors: Errors) -> torch.Tensor:
     """As `_input_deltas`, of E_W: <G, X E_W^T>, some output features at a time."""
     total: torch.Tensor | None = None
     stride = max(CHUNK_ELEMENTS // max(w.shape[1], 1), 1)
     for start in range(0, w.shape[0], stride):
         part = slice(start, start + stride)
-        e = _components(mxprobe_kernels.error_fields(w[part], format=format, rule=rule))
+        e = errors.of(w[part])
         out = torch.stack([x @ each.T for each in e])
         delta = torch.einsum("csto,jsto->jcs", out, g[..., part])
         total = delta if total is None else total + delta
