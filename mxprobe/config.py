@@ -113,6 +113,8 @@ def _check(name: str, kind: str, help: str, *, per_module: bool = False, choices
 _ATTACH_KEYS = (
     _attach("every", "int", _AGENT.every, "probe every N-th step"),
     _attach("weights_every", "int", _AGENT.weights_every, "decompose the weights every N-th step"),
+    _attach("sensitivity_every", "int", _AGENT.sensitivity_every, "replay a microbatch for sensitivities; 0: never"),
+    _attach("replay_every", "int", _AGENT.replay_every, "replay a microbatch under other roundings; 0: never"),
     _attach("layers", "list", _AGENT.layers, "globs over module names to probe"),
     _attach("rule", "str", _AGENT.rule, "scale rule errors are measured for", tuple(rule.value for rule in Rule)),
     _attach("step_timeout", "float", _AGENT.step_timeout_s, "seconds to wait for a first step"),

@@ -49,6 +49,20 @@ _ENDED = {
     show_default=True,
     help="Decompose the weights every N-th step.",
 )
+@click.option(
+    "--sensitivity-every",
+    type=click.IntRange(min=0),
+    default=_DEFAULTS.sensitivity_every,
+    show_default=True,
+    help="Replay a microbatch every N-th step to see which operands matter; 0: never.",
+)
+@click.option(
+    "--replay-every",
+    type=click.IntRange(min=0),
+    default=_DEFAULTS.replay_every,
+    show_default=True,
+    help="Replay a microbatch every N-th step under other roundings; 0: never.",
+)
 @click.option("--layers", multiple=True, metavar="GLOB", help="Only modules whose name matches; may be repeated.")
 @click.option(
     "--rule",
@@ -74,6 +88,8 @@ def command(
     output: Path | None,
     every: int,
     weights_every: int,
+    sensitivity_every: int,
+    replay_every: int,
     layers: tuple[str, ...],
     rule: str,
     duration: float | None,
@@ -98,6 +114,8 @@ def command(
     config = AgentConfig(
         every=every,
         weights_every=weights_every,
+        sensitivity_every=sensitivity_every,
+        replay_every=replay_every,
         layers=layers or _DEFAULTS.layers,
         rule=rule,
         step_timeout_s=step_timeout,

@@ -19,6 +19,8 @@ OPTIONS = {
         "output",
         "every",
         "weights_every",
+        "sensitivity_every",
+        "replay_every",
         "layers",
         "rule",
         "duration",

@@ -32,6 +32,8 @@ def test_defaults_are_those_of_the_code_they_configure(tmp_path: Path) -> None:
     assert attach == {
         "every": agent.every,
         "weights_every": agent.weights_every,
+        "sensitivity_every": agent.sensitivity_every,
+        "replay_every": agent.replay_every,
         "layers": agent.layers,
         "rule": agent.rule,
         "step_timeout": agent.step_timeout_s,
