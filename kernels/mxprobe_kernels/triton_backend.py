@@ -124,8 +124,8 @@ def tile_shape(element_bytes: int, columns: bool, lanes: int, covers: bool) -> d
     if lanes == INTERPRETED:
         return {"RR": 8, "RL": 4, "CC": 8, "V": vector}
     # AMD keeps one bit a lane of every comparison in scalar registers, and has few; rules that can saturate
-    # carry four more sums.
-    elements = 8 if lanes == 64 or (columns and not covers) else 16
+    # carry four more sums; columns of fp32 carry the rest of c* a.
+    elements = 8 if lanes == 64 or (columns and (not covers or element_bytes == 4)) else 16
     rows_in_registers = max(elements // vector, 1)
     row_lanes = 32 // rows_in_registers if columns else lanes // 8
     return {"RR": rows_in_registers, "RL": row_lanes, "CC": lanes // row_lanes, "V": vector}
