@@ -1,0 +1,190 @@
+"""Attach to a live training loop and detach again, many times; was it ever harmed, and did it stay the same bits?
+
+    python benchmarks/attach_cycles.py --mechanism ptrace --cycles 200 [--json]
+
+The target is a seeded torch loop (dropout, AdamW) in a process of its own that knows nothing of mxprobe (for
+`listener`: started by `mxprobe run`). After each cycle it must go on stepping. At its end, losses as hex, a hash of
+its parameters and of the state of its random generator are held against a second run, which nobody attached to.
+
+Prints one row of a table. `stuck` counts cycles after which no step came in 20 s, `crashed` ends of the process,
+`refused` attaches that did not come about, `left` cycles after which a page of ours was still mapped. `stopped` is
+for how long the main thread stood still, entering and unmapping counted apart (with gdb: gdb's whole run, all
+threads); `latency` is from asking to the agent's answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mxprobe.attach.elf import PAGE_BYTES, read_maps
+from mxprobe.attach.group import AttachOptions, Group
+from mxprobe.attach.payload import BEGINNING
+from mxprobe.attach.process import look_up
+from mxprobe.attach.progress import Board, Progress
+from mxprobe.errors import AttachError
+from mxprobe.protocol import AgentConfig
+
+MECHANISMS = ("listener", "ptrace", "gdb")
+STUCK_S = 20.0
+ATTACHED_S = 0.25
+TARGET = """
+import hashlib, os, sys, time
+import torch
+from torch import nn
+out, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+losses = open(out, "w", buffering=1)
+step = 0
+while step != steps and not os.path.exists(out + ".stop"):
+    x = torch.randn(32, 64)
+    loss = ((model(x) - x) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.write(loss.item().hex() + "\\n")
+    step += 1
+    time.sleep(pause_s)
+state = b"".join(p.detach().numpy().tobytes() for p in model.parameters()) + torch.get_rng_state().numpy().tobytes()
+losses.write("end " + hashlib.sha256(state).hexdigest() + "\\n")
+"""
+
+
+@dataclass
+class Result:
+    mechanism: str
+    cycles: int = 0
+    stuck: int = 0
+    crashed: int = 0
+    refused: int = 0
+    left: int = 0
+    steps: int = 0
+    identical: bool = False
+    stopped_ms: list[float] = field(default_factory=list)
+    latency_ms: list[float] = field(default_factory=list)
+
+    @property
+    def row(self) -> str:
+        cells = [self.mechanism, self.cycles, self.stuck, self.crashed, self.refused, self.left, self.steps]
+        cells += ["yes" if self.identical else "NO", _spread(self.stopped_ms), _spread(self.latency_ms)]
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+HEADER = (
+    "| way in | cycles | stuck | crashed | refused | left | steps | identical | stopped ms p50 / p99 / max "
+    "| latency ms p50 / p99 / max |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def _spread(values: list[float]) -> str:
+    if not any(values):
+        return "0"
+    ordered = sorted(values)
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return f"{statistics.median(ordered):.1f} / {p99:.1f} / {ordered[-1]:.1f}"
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], out: Path, count: int) -> bool:
+    """False if the steps did not come in time, or the process ended."""
+    size, deadline = (out.stat().st_size if out.exists() else 0) + 10 * count, time.monotonic() + STUCK_S
+    while not out.exists() or out.stat().st_size < size:
+        if process.poll() is not None or time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextmanager
+def target(out: Path, *, steps: int, pause_s: float, listens: bool) -> Generator[subprocess.Popen[bytes]]:
+    prefix = [sys.executable, "-m", "mxprobe", "run", "--"] if listens else []
+    command = [*prefix, sys.executable, "-c", TARGET, str(out), str(steps), str(pause_s)]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def has_statement(pid: int) -> bool:
+    """True if a page of the process begins with an injected statement."""
+    beginning = BEGINNING.encode()
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        return any(
+            os.pread(memory.fileno(), len(beginning), address) == beginning
+            for mapping in read_maps(pid)
+            if mapping.permissions == "rw-p" and not mapping.path and mapping.end - mapping.start <= 64 * PAGE_BYTES
+            for address in range(mapping.start, mapping.end, PAGE_BYTES)
+        )
+
+
+def cycle(pid: int, trace: Path, result: Result) -> None:
+    config = AgentConfig(every=5, weights_every=20, step_timeout_s=60.0)
+    options = AttachOptions(trace, config, duration_s=ATTACHED_S, via=result.mechanism)
+    try:
+        Group({"target": look_up(pid)}, options, Board(Progress(io.StringIO()))).run()
+    except AttachError as error:
+        result.refused += 1
+        print(error, file=sys.stderr)
+        return
+    facts = json.loads((trace / "run.json").read_text())
+    if result.mechanism != "listener":
+        result.stopped_ms += [facts["pause_ms"], facts["unmap_pause_ms"]]
+    result.latency_ms.append(facts["attach_latency_ms"])
+
+
+def measure(mechanism: str, cycles: int) -> Result:
+    result = Result(mechanism)
+    with tempfile.TemporaryDirectory() as name:
+        out, control = Path(name, "attached"), Path(name, "control")
+        with target(out, steps=-1, pause_s=0.005, listens=mechanism == "listener") as process:
+            wait_for_steps(process, out, 5)
+            for number in range(cycles):
+                cycle(process.pid, Path(name, f"{number}.mxprobe"), result)
+                result.cycles += 1
+                if not wait_for_steps(process, out, 3):
+                    result.crashed += process.poll() is not None
+                    result.stuck += process.poll() is None
+                    break
+                result.left += has_statement(process.pid)
+            Path(f"{out}.stop").touch()
+            if not result.stuck:
+                process.wait()
+        seen = lines_of(out)
+        result.steps = len(seen) - 1
+        with target(control, steps=result.steps, pause_s=0.0, listens=False) as process:
+            process.wait()
+        result.identical = len(seen) > cycles and lines_of(control) == seen
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--mechanism", choices=MECHANISMS, required=True)
+    parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--json", action="store_true", help="print every number instead of a row")
+    options = parser.parse_args()
+    result = measure(options.mechanism, options.cycles)
+    print(json.dumps(asdict(result)) if options.json else f"{HEADER}\n{result.row}")
+
+
+if __name__ == "__main__":
+    main()
