@@ -8,7 +8,8 @@ that the error is divided by. The order matters:
     scale, grid  else the larger of the two by remainder split, when >= half,
     mixed        else.
 
-Operands are weighted by their output error relative to the output; sensitivity would be the better weight.
+Operands are weighted by the KL that their error is predicted to make (Delta2) where replays measured it, and by
+their output error relative to the output where not.
 """
 
 from collections.abc import Mapping
@@ -35,13 +36,20 @@ class OperandErrors:
     error: Array
     parts: dict[str, Array]
     """`zeroed`, `saturated`, and the remainder split `scale`, `deadzone`, `grid`."""
+    importance: Array
+    """Delta2 per unit of relative output error; 1 throughout where no sensitivity was measured."""
 
     def shares(self, mask: Mask) -> dict[str, float]:
-        """Shares of the masked operands' summed error; NaN when they have none."""
-        total = float(np.nansum(self.error[mask]))
+        """Shares of the masked operands' summed error, weighted by importance; NaN when they have none."""
+        weight = self.importance[mask]
+        total = float(np.nansum(weight * self.error[mask]))
         if total <= 0:
             return dict.fromkeys(SHARES, float("nan"))
-        return {name: float(np.nansum(self.parts[name][mask])) / total for name in SHARES}
+        return {name: float(np.nansum(weight * self.parts[name][mask])) / total for name in SHARES}
+
+    def size(self, mask: Mask) -> float:
+        """Mean over the masked operands of what they are weighted by."""
+        return float(np.nanmean((self.importance * self.error)[mask]))
 
 
 def name_component(shares: Mapping[str, float], thresholds: Thresholds) -> Component:
@@ -69,7 +77,20 @@ def operand_errors(operands: OperandSums, weights: Array) -> OperandErrors:
         "deadzone": sums["out_dz2"] + cross,
         "grid": sums["out_grid2"] + cross,
     }
-    return OperandErrors(divide(sums["out_e2"], ref2), {name: divide(part, ref2) for name, part in parts.items()})
+    error = divide(sums["out_e2"], ref2)
+    relative = {name: divide(part, ref2) for name, part in parts.items()}
+    return OperandErrors(error, relative, _importance(operands.delta2, error))
+
+
+def _importance(delta2: Array | None, error: Array) -> Array:
+    """[M, R]. An operand without a sensitivity of its own (a fused head) counts like the median one."""
+    if delta2 is None:
+        return np.ones_like(error)
+    ratio = divide(delta2, error)
+    known = ratio[np.isfinite(ratio)]
+    if not known.size:
+        return np.ones_like(error)
+    return np.where(np.isfinite(ratio), ratio, np.median(known))
 
 
 def groups(
@@ -94,16 +115,17 @@ def kind_of(module: str) -> str:
 
 
 def where(
-    found: list[tuple[OperandGroup, Mask]], component: Component, thresholds: Thresholds
+    found: list[tuple[OperandGroup, Mask]], errors: OperandErrors, component: Component, thresholds: Thresholds
 ) -> list[tuple[OperandGroup, Mask]]:
-    """Groups to name: of the named component, with at least a fifth of the largest such group's error.
+    """Groups to name: of the named component, with at least a fifth of the largest such group's weighted error.
 
     A mixed whole names all groups of that size, each with its own component; so does a whole whose component no
     group has on its own.
     """
     alike = [item for item in found if item[0].component is component] or found
-    largest = max((group.output_error for group, _ in alike), default=0.0)
-    return [item for item in alike if item[0].output_error >= thresholds.where_error_frac * largest]
+    sizes = [errors.size(members) for _, members in alike]
+    largest = max(sizes, default=0.0)
+    return [item for item, size in zip(alike, sizes, strict=True) if size >= thresholds.where_error_frac * largest]
 
 
 def _group(

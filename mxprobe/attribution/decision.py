@@ -155,7 +155,7 @@ class _Parts:
         errors = operand_errors(operands, weights)
         shares = errors.shares(counted)
         component = name_component(shares, thresholds)
-        named_groups = where(groups(errors, measured.modules, counted, thresholds), component, thresholds)
+        named_groups = where(groups(errors, measured.modules, counted, thresholds), errors, component, thresholds)
         named = np.zeros(shape, dtype=np.bool_)
         for _, members in named_groups:
             named |= members

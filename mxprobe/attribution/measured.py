@@ -18,6 +18,8 @@ from mxprobe.schema import Phase, Role
 from mxprobe.trace import Trace
 from mxprobe_kernels.formats import Rule
 
+from .sensitivity import MIN_MICROBATCHES, operand_sensitivity
+
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
@@ -82,6 +84,8 @@ class OperandSums:
     current: dict[str, Array]
     """`out_e2` and `out_zeroed2` as the run makes them now: `whatif` where a correction is active, else `base`."""
     n_steps: Indices
+    delta2: Array | None = None
+    """[M, R] sensitivity of the policy to each operand's error, NaN where not measured; None without replays."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,21 @@ def _operand_sums(trace: Trace, forward: _Forward, recipes: tuple[tuple[str, str
     for m, r in np.argwhere(active >= 0):
         for name, values in current.items():
             values[:, m, r] = after[name][active[m, r], :, m, r]
-    return OperandSums(forward.phase, forward.rule, corrections, base, after, active, current, n_steps)
+    delta2 = _delta2(trace, axes)
+    return OperandSums(forward.phase, forward.rule, corrections, base, after, active, current, n_steps, delta2)
+
+
+def _delta2(trace: Trace, axes: _Axes) -> Array | None:
+    """[M, R], or None where fewer microbatches were replayed than an order of operands takes."""
+    rows = operand_sensitivity(trace.sensitivity())
+    rows = rows[rows["n_microbatches"] >= MIN_MICROBATCHES]
+    known = axes.module(rows) >= 0
+    if not known.any():
+        return None
+    rows = rows[known]
+    found = np.full((len(axes.module_index), len(FORWARD_ROLES)), np.nan)
+    found[axes.module(rows), _roles(rows)] = rows["delta2"].to_numpy(dtype=float)
+    return found
 
 
 def _judged_rows(chunk: Any, phase: Phase) -> pd.DataFrame:

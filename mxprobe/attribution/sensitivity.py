@@ -13,6 +13,8 @@ import numpy.typing as npt
 import pandas as pd
 
 OPERAND = ("module", "role")
+MIN_MICROBATCHES = 8
+"""Replayed microbatches below which operands are not weighted by their sensitivity."""
 N_RESAMPLES = 500
 _SEED = 0
 

@@ -83,10 +83,17 @@ def _snippet(
     return snippet_for(decision.chosen[0], decision.where, framework, emulated)
 
 
+_WEIGHTED_BY = {
+    False: "Layers are weighted by their relative output error; how sensitive the policy is to each was not measured "
+    "(attach with --sensitivity-every).",
+    True: "Layers are weighted by the KL that their error is predicted to make, to first order, in training batches.",
+}
+
+
 def _caveats(trace: Trace, measured: Measured, decision: Decision) -> list[str]:
     said = [
         "The mismatch is read from layer outputs: this trace holds no log-probabilities of rollout and trainer.",
-        "Layers are weighted by their relative output error; how sensitive the loss is to each is not measured yet.",
+        _WEIGHTED_BY[measured.operands is not None and measured.operands.delta2 is not None],
         "Intervals and agreement treat probed steps as independent; training drifts, so they are somewhat narrow.",
         "Costs are estimates from operation counts, not measurements on this device.",
     ]

@@ -40,7 +40,8 @@ from mxprobe.schema import Role
 
 COMPONENTS = ("total", "scale", "deadzone", "grid")
 _N_PARTS = len(COMPONENTS) - 1
-MAX_ROWS = 1024
+CPU_MAX_ROWS = 512
+DEVICE_MAX_ROWS = 2048
 """Rows of whole samples whose errors are propagated; at least one sample."""
 MAX_LOGITS = 1 << 27
 """Elements of the logits of the samples measured."""
@@ -124,7 +125,7 @@ def measure_sensitivity(
     corrections: Sequence[str] = (),
     seed: int = 0,
     n_probes: int = 1,
-    max_rows: int = MAX_ROWS,
+    max_rows: int | None = None,
     max_output_bytes: int = MAX_OUTPUT_BYTES,
 ) -> Sensitivity:
     """Replay the call with gradient and propagate the error of X and of W of each module.
@@ -145,6 +146,7 @@ def measure_sensitivity(
         if not intercept.calls:
             raise NotReplayableError("no Linear's output carries a gradient (reentrant activation checkpointing)")
         n_batch = policy.tensor.shape[0]
+        max_rows = max_rows or (CPU_MAX_ROWS if call.device_type == "cpu" else DEVICE_MAX_ROWS)
         generator = torch.Generator(device=policy.tensor.device)
         generator.manual_seed(seed)
         samples = _choose_samples(intercept.calls, policy, max_rows, generator)

@@ -1,0 +1,174 @@
+"""Delta2 against the truth, and what a replay costs.
+
+    python benchmarks/sensitivity.py accuracy       on the small language model of tests/small_lm.py, minutes
+    python benchmarks/sensitivity.py cost           on the demo's GRPO job, minutes
+
+`accuracy`: Spearman correlation of predictors with the KL that each forward operand's error really makes (the same
+batch run again with that error put in), the ratio of predicted to true KL, and the predicted against the replayed gain
+of corrections. `cost`: the job's time per step in hooks of ours, with and without `--sensitivity-every`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mxprobe.agent.replay.arms import FORWARD_ROLES, replay_arms
+from mxprobe.agent.replay.call import capture
+from mxprobe.agent.replay.sensitivity import measure_sensitivity
+from mxprobe.demo.runner import Scenario, job_command, read_steps, running
+from mxprobe.trace import open_trace
+from mxprobe_kernels import decompose
+from tests import small_lm
+
+SAMPLES = 64
+HELD_OUT = 10**6
+CORRECTIONS = (
+    *("rule:floor", "rule:even", "rule:ceil", "rule:oas", "mbs:32", "mbs:64", "mbs:128", "mbs:256"),
+    *("of:0.25", "of:0.5", "of:0.75", "of:1.0", "had:16", "had:32", "nvfp4", "mxfp8"),
+)
+
+Key = tuple[str, str]
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    ranks = [np.argsort(np.argsort(np.array(values))) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def predicted(calls: list[Any], modules: Any, *, n_probes: int, seed: int = 0) -> dict[tuple[str, str, str], float]:
+    """(module, role, component) -> Delta2 / 2, averaged over calls and probes."""
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for i, call in enumerate(calls):
+        found = measure_sensitivity(
+            call, modules, n_probes=n_probes, seed=seed + i, max_rows=SAMPLES * small_lm.CONTEXT
+        )
+        for row in found.rows():
+            key = (row["module"], row["role"], row["component"])
+            sums.setdefault(key, []).append(row["sum_delta2"] / row["n_tokens"] / 2)
+    return {key: statistics.fmean(values) for key, values in sums.items()}
+
+
+def accuracy() -> None:
+    model = small_lm.trained()
+    modules = small_lm.linears(model)
+    calls = [capture(model, (small_lm.batch(SAMPLES, HELD_OUT + i),), {}) for i in range(8)]
+    operands = [(name, role) for name in modules for role in FORWARD_ROLES]
+    true: dict[Key, dict[str, float]] = {}
+    for name, role in operands:
+        (arm,) = replay_arms(calls[0], modules, ("q",), only={(name, role)})
+        row = arm.row()
+        true[name, role.value] = {key: row[key] / row["n_tokens"] for key in row if key.startswith("sum_")}
+    kl = [each["sum_kl"] for each in true.values()]
+    print(f"{len(true)} forward operands, true KL {min(kl):.1e} to {max(kl):.1e} nats per token\n")
+    print("| predictor | Spearman with KL | predicted / true, median (q10 to q90) |\n|---|---|---|")
+    nmse = [decompose(modules[name].weight).sum_e2 / decompose(modules[name].weight).sum_x2 for name in modules]
+    weights = [true[name, "w_fwd"]["sum_kl"] for name in modules]
+    print(f"| NMSE (weights only) | {spearman(nmse, weights):.3f} | |")
+    for words, used, n_probes in (
+        ("Delta2, 1 probe, the microbatch itself", calls[:1], 1),
+        ("Delta2, 4 probes, the microbatch itself", calls[:1], 4),
+        ("Delta2, 1 probe, 8 other microbatches", calls, 1),
+    ):
+        trials = []
+        for seed in range(0, 50, 10):
+            found = predicted(used, modules, n_probes=n_probes, seed=seed)
+            half = [found[(*key, "total")] for key in true]
+            trials.append((spearman(half, kl), np.quantile(np.array(half) / np.array(kl), [0.5, 0.1, 0.9])))
+        rho = [each[0] for each in trials]
+        low, middle, high = (statistics.median(each[1][i] for each in trials) for i in (1, 0, 2))
+        spread = f"{statistics.median(rho):.3f} ({min(rho):.3f} to {max(rho):.3f})"
+        print(f"| {words} | {spread} | {middle:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
+    gains(calls[:3], modules)
+    split(calls[0], modules)
+    time_replay(calls[0], modules)
+
+
+def gains(calls: list[Any], modules: Any) -> None:
+    left = dict.fromkeys(("total", *CORRECTIONS), 0.0)
+    kl = dict.fromkeys(("q", *CORRECTIONS), 0.0)
+    for i, call in enumerate(calls):
+        for row in measure_sensitivity(call, modules, corrections=CORRECTIONS, seed=i).rows():
+            if row["component"] in left:
+                left[row["component"]] += row["sum_delta2"]
+        for arm in replay_arms(call, modules, list(kl)):
+            kl[arm.name] += arm.row()["sum_kl"]
+    print("\n| correction | predicted KL gain, 1 probe | replayed |\n|---|---|---|")
+    errors = []
+    for name in CORRECTIONS:
+        told, seen = 1 - left[name] / left["total"], 1 - kl[name] / kl["q"]
+        errors.append(abs(np.clip(told, -1, 1) - np.clip(seen, -1, 1)))
+        print(f"| {name} | {told:+.2f} | {seen:+.2f} |")
+    print(f"\nmean absolute error of the gain, clipped to [-1, 1]: {100 * np.mean(errors):.1f} points")
+
+
+def split(call: Any, modules: Any) -> None:
+    rows = {arm.name: arm.row() for arm in replay_arms(call, modules)}
+    print("\n| arm | KL to high, nats per token | entropy shift |\n|---|---|---|")
+    for name, row in rows.items():
+        print(f"| {name} | {row['sum_kl'] / row['n_tokens']:.2e} | {row['sum_entropy_shift'] / row['n_tokens']:+.4f} |")
+
+
+def time_replay(call: Any, modules: Any) -> None:
+    def seconds(run: Any) -> float:
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    def step() -> None:
+        call.module(*call.args).float().square().mean().backward()
+
+    one = seconds(step)
+    call.module.zero_grad()
+    print(f"\nforward and backward: {1e3 * one:.0f} ms; replay for sensitivity:", end=" ")
+    print(f"{seconds(lambda: measure_sensitivity(call, modules)) / one:.1f} times that;", end=" ")
+    print(f"seven arms: {seconds(lambda: list(replay_arms(call, modules))) / one:.1f} times")
+
+
+def cost(steps: int) -> None:
+    print("| --sensitivity-every | in hooks, of step time | one replay, ms | median step, ms |\n|---|---|---|---|")
+    for every in (0, 50, 200):
+        with tempfile.TemporaryDirectory() as temporary:
+            job_directory, trace = Path(temporary) / "job", Path(temporary) / "trace.mxprobe"
+            command = job_command(Scenario.OUTLIERS, seed=0, out=job_directory, steps=steps)
+            with running(command, Path(temporary) / "job.log") as job:
+                while not read_steps(job_directory / "metrics.jsonl"):
+                    time.sleep(0.05)
+                attach = [sys.executable, "-m", "mxprobe", "attach", str(job.pid), "-o", str(trace)]
+                subprocess.run([*attach, "--sensitivity-every", str(every)], check=True, capture_output=True)
+                job.wait()
+            overhead, events = open_trace(trace).overhead(), open_trace(trace).events()
+            told = events[events["kind"] == "sensitivity"]["detail"].tolist()
+            replay_ms = told[0].split("took ")[1].split(" ms")[0] if told else "-"
+            share = overhead["probe_ns"].sum() / overhead["step_ns"].sum()
+            print(
+                f"| {every or 'off'} | {share:.2%} | {replay_ms} | {overhead['step_ns'].median() / 1e6:.0f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=["accuracy", "cost"])
+    parser.add_argument("--steps", type=int, default=250)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    accuracy() if options.what == "accuracy" else cost(options.steps)
+
+
+if __name__ == "__main__":
+    main()
