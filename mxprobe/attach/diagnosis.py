@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -19,22 +18,13 @@ from mxprobe.attach.payload import in_thread
 from mxprobe.attach.process import look_up
 from mxprobe.attach.rundir import clean_stale, listener_socket_of
 from mxprobe.attach.startup_hook import hook_path
+from mxprobe.attach.surroundings import Finding, surroundings
 from mxprobe.errors import MxprobeError
 from mxprobe.listener import private_directory
 
-_CAP_SYS_PTRACE = 19
 _STARTED_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
 _SLEEPER = "import os, time\nos.write({started}, b'.')\nwhile True: time.sleep(0.05)"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. `ok` is None for a plain fact."""
-
-    name: str
-    ok: bool | None
-    detail: str
 
 
 def diagnose() -> list[Finding]:
@@ -44,8 +34,7 @@ def diagnose() -> list[Finding]:
         Finding("python", None, f"{platform.python_version()} at {sys.executable}"),
         Finding("torch", None, _version_of("torch")),
         Finding("system", None, f"{platform.system()} {platform.release()} {platform.machine()}"),
-        Finding("yama ptrace_scope", None, _yama()),
-        Finding("CAP_SYS_PTRACE", None, _capability()),
+        *surroundings(),
         Finding("start-up hook", None, f"installed: {hook_path()}" if hook_path().exists() else "not installed"),
         _private_directory(),
         _listener(),
@@ -61,7 +50,8 @@ def _private_directory() -> Finding:
     try:
         return Finding("private directory", True, private_directory(os.environ, reserve_bytes=48))
     except PermissionError as error:
-        return Finding("private directory", False, str(error))
+        remedy = "set TMPDIR or XDG_RUNTIME_DIR to a directory of your own, the same for job and mxprobe"
+        return Finding("private directory", False, str(error), remedy)
 
 
 def _listener() -> Finding:
@@ -88,7 +78,7 @@ def _ptrace() -> Finding:
                 check_ptrace(process)
                 answer = run_injector(process, in_thread(f"import os; os.write({writing}, b'x')"))
             except MxprobeError as error:
-                return Finding("ptrace", False, str(error).replace("\n", ";"))
+                return Finding("ptrace", False, f"{error.what} ({error.cause})", error.remedy)
             if not select.select([reading], [], [], _ANSWER_TIMEOUT_S)[0]:
                 return Finding("ptrace", False, "queued, but the test process did not run it")
     finally:
@@ -125,17 +115,3 @@ def _version_of(package: str) -> str:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return "not installed"
-
-
-def _yama() -> str:
-    try:
-        return Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
-    except OSError:
-        return "no Yama in this kernel"
-
-
-def _capability() -> str:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return "yes" if int(line.split()[1], 16) >> _CAP_SYS_PTRACE & 1 else "no"
-    return "unknown"

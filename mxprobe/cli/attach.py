@@ -12,6 +12,7 @@ import click
 
 from mxprobe.cli import pids as targets
 from mxprobe.cli.durations import Duration
+from mxprobe.errors import UsageError
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels.formats import Rule
 
@@ -36,6 +37,7 @@ _ENDED = {
 @click.command("attach")
 @targets.argument
 @click.option("--job", is_flag=True, help="Every rank, on this machine, of the torchrun or accelerate job of PID.")
+@click.option("--ray", metavar="ADDRESS", help="Every training actor, on this machine, of a Ray cluster, e.g. `auto`.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Trace directory; default ./NAME-PID-TIME.mxprobe."
 )
@@ -85,6 +87,7 @@ _ENDED = {
 def command(
     pids: tuple[int, ...],
     job: bool,
+    ray: str | None,
     output: Path | None,
     every: int,
     weights_every: int,
@@ -105,12 +108,12 @@ def command(
     """
     from mxprobe.attach.entry import check_reachable
 
-    targets.required(pids)
-    found = targets.look_up_all(pids, job=job, wait_s=wait or 0.0, say=lambda text: click.echo(text, err=True))
+    found = _targets(pids, job=job, ray=ray, wait_s=wait or 0.0)
     processes = list(found.processes.values())
     if len(processes) == 1:
         check_reachable(processes[0], via=via)
-    directory = output or Path(f"{processes[0].name}-{pids[0]}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
+    lead = pids[0] if pids else processes[0].pid
+    directory = output or Path(f"{processes[0].name}-{lead}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
     config = AgentConfig(
         every=every,
         weights_every=weights_every,
@@ -123,6 +126,7 @@ def command(
 
     def record(ready: Callable[[], None]) -> None:
         from mxprobe.attach.group import AttachOptions
+        from mxprobe.attach.ray_actors import NOT_TRAINING
 
         options = AttachOptions(
             directory,
@@ -132,6 +136,7 @@ def command(
             via=via,
             command_line=["mxprobe", *sys.argv[1:]],
             job=found.job,
+            not_ours=NOT_TRAINING if ray is not None else frozenset(),
         )
         _record(found, options, ready=ready)
 
@@ -145,6 +150,22 @@ def command(
     attached = " ".join(map(str, found.pids))
     click.echo(f"attached to {attached}; process {controller_pid} records (log: {directory / LOG_NAME})", err=True)
     click.echo(directory)
+
+
+def _targets(pids: tuple[int, ...], *, job: bool, ray: str | None, wait_s: float) -> targets.Targets:
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    if ray is None:
+        targets.required(pids)
+        return targets.look_up_all(pids, job=job, wait_s=wait_s, say=say)
+    if pids or job:
+        raise UsageError(
+            "--ray names the processes itself",
+            cause="PIDs or --job were given beside it",
+            remedy="leave them out, or attach to the PIDs without --ray",
+        )
+    return targets.look_up_ray(ray, say)
 
 
 def _record(found: targets.Targets, options: AttachOptions, *, ready: Callable[[], None]) -> None:

@@ -39,5 +39,7 @@ def command(ctx: click.Context, as_json: bool, install_listener: bool, remove_li
     else:
         for finding in findings:
             click.echo(f"{_MARKS[finding.ok]}  {finding.name:18} {finding.detail}")
+            if finding.remedy:
+                click.echo(f"{'':23}{finding.remedy}")
     if not ways:
         ctx.exit(EXIT_ATTACH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,29 @@ def look_up_all(
         found |= new
         facts += [each] if new else []
     return Targets(found, facts[0] if len(facts) == 1 else {"jobs": facts})
+
+
+def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
+    """The actors of a Ray cluster on this machine. UsageError without a cluster, AttachError without an actor."""
+    from mxprobe.attach.process import look_up
+    from mxprobe.attach.ray_actors import find_actors
+
+    actors = find_actors(address)
+    n_nodes = len({actor.node_id for actor in actors.elsewhere})
+    there = f"; {len(actors.elsewhere)} on {n_nodes} other nodes, to be attached there" if n_nodes else ""
+    say(f"Ray cluster at {address}: {len(actors.here)} actors on this machine{there}")
+    found: dict[str, Process] = {}
+    for actor in actors.here:
+        with suppress(AttachError):  # it ended meanwhile
+            found[f"{actor.class_name} {actor.pid}"] = look_up(actor.pid)
+    if not found:
+        raise AttachError(
+            "no_actor",
+            f"The Ray cluster at {address} has no actor on this machine.",
+            cause="its actors run on other nodes, or the job has not created them yet",
+            remedy="run `mxprobe attach --ray auto` on the nodes that train, once they do",
+        )
+    return Targets(found, {"ray": address, "actors": {p.pid: name.rsplit(" ", 1)[0] for name, p in found.items()}})
 
 
 def _ranks(pid: int, wait_s: float, say: Callable[[str], None]) -> tuple[dict[int, Process], dict[str, Any]]:
