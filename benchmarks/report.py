@@ -62,9 +62,12 @@ def main() -> None:
             write_trace(trace, n_layers=options.layers, n_steps=options.steps, tiled=options.tiled)
             print(f"trace: {_megabytes(trace)} MB, written in {time.perf_counter() - began:.0f} s")
         page = directory / "large.html"
-        seconds, peak_bytes, summary = build(trace, page)
+        seconds, cpu_seconds, peak_bytes, summary = build(trace, page)
         size = page.stat().st_size / 1e6
-        print(f"built in {seconds:.1f} s, at most {peak_bytes / 2**30:.2f} GiB; file {size:.2f} MB")
+        print(
+            f"built in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU), at most {peak_bytes / 2**30:.2f} GiB; "
+            f"file {size:.2f} MB"
+        )
         print(f"probed steps {summary['n_probed_steps']}, displayed in {summary['n_displayed_steps']} bins")
         for problem in summary["problems"]:
             print(f"  {problem}")
@@ -72,8 +75,8 @@ def main() -> None:
             print(f"interactive in {interactive_ms(page) / 1000:.1f} s in headless Chromium")
 
 
-def build(trace: Path, page: Path) -> tuple[float, int, dict[str, Any]]:
-    """Seconds, peak resident bytes and the summary of `mxprobe report`, in a process of its own."""
+def build(trace: Path, page: Path) -> tuple[float, float, int, dict[str, Any]]:
+    """Seconds, seconds of CPU, peak resident bytes and the summary of `mxprobe report`, in a process of its own."""
     command = [sys.executable, "-m", "mxprobe", "report", str(trace), "-o", str(page), "--json"]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -83,7 +86,8 @@ def build(trace: Path, page: Path) -> tuple[float, int, dict[str, Any]]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"mxprobe report ended with {process.returncode}")
-    return time.perf_counter() - began, usage.ru_maxrss * 1024, json.loads(printed)
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return time.perf_counter() - began, cpu_seconds, usage.ru_maxrss * 1024, json.loads(printed)
 
 
 def interactive_ms(page: Path) -> float:

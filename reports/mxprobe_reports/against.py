@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,8 @@ class Against:
         }
 
 
-def section(against: Against) -> Html:
+def section(against: Against, name: str) -> Html:
+    """What changed from A, called `name`, to B."""
     comparison = against.comparison
     steps = comparison.alignment.a
     aligned = "each over its own steps"
@@ -68,8 +68,8 @@ def section(against: Against) -> Html:
         aligned = f"aligned by step, {steps.first} to {steps.last}"
     names_line = tag(
         "p",
-        *(tag("b", "A "), tag("code", Path(comparison.a).name or comparison.a), " · ", tag("b", "B ")),
-        *(tag("code", against.name), f" · {aligned}; B is the dashed line in every chart"),
+        *(tag("b", "A "), tag("code", name), " · ", tag("b", "B ")),
+        *(tag("code", against.name), f" · {aligned}; B is dashed in the signals and in the selected layer"),
         class_="note",
     )
     warnings = [tag("p", text, class_="problem") for text in comparison.alignment.warnings]

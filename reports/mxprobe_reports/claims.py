@@ -75,9 +75,10 @@ def scale_and_gradient(operands: Operands) -> Claim:
             f"of {n_layers} layers, adds up to {number(gain)} bits. The sum of log2(s/s*), a heuristic "
             f"(delta_sum_heuristic), would be {number(delta)} bits."
         )
-    largest = max(split, key=split.__getitem__)
-    reading = "consistent with it" if largest == "scale" else "not what is seen here"
-    said.append(f"The largest part is {largest}: {reading}, as a what-if on the backward.")
+    removable = split["scale"] > max(split["deadzone"], 0.0)
+    reading = "consistent with it" if removable else "not what is seen here"
+    most = "the largest" if removable else "not the largest"
+    said.append(f"As a what-if on the backward, scale is {most} removable part; the grid stays under any scale.")
     return Claim(title, reading, "predicted", said, missing)
 
 

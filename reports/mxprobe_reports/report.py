@@ -78,7 +78,7 @@ class Report:
         body = join(
             [
                 verdict.section(recommendation),
-                Html("") if self.against is None else against.section(self.against),
+                Html("") if self.against is None else against.section(self.against, inputs.name),
                 symptoms.section(self.signals),
                 errors.section(
                     self.operands,

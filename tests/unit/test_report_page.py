@@ -292,7 +292,12 @@ def test_claims_are_read_off_this_run_and_say_what_is_missing() -> None:
     assert text.count("Not in this trace.") == 3
     assert "delta_sum_heuristic" in text
     scale, deadzone, grid = text.split("Scale bias")[1], text.split("The deadzone sets")[1], text.split("Grid noise")[1]
-    assert "not what is seen here" in scale[:80]  # grid is the largest part of dW's error in these frames
+    assert "not what is seen here" in scale[:80]  # X along tokens loses most to its deadzone in these frames
+    assert "scale is not the largest removable part" in scale
+    calm = report_frames.tensors(report_frames.module_names(2), list(range(20, 241, 20)), outliers=False)
+    scale = claims_text(tensors=calm).split("Scale bias")[1]
+    assert "consistent with it" in scale[:80]
+    assert "scale is the largest removable part" in scale
     assert "consistent with it" in deadzone[:80]
     assert "cannot be told from this trace" in grid[:80]
 
