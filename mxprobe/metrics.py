@@ -17,6 +17,9 @@ from mxprobe.metric_aliases import ALIASES, LOGGERS, PATTERNS
 from mxprobe.metric_aliases import ESTIMATORS as ESTIMATORS
 from mxprobe.metric_aliases import Alias as Alias
 
+OWN = "mxprobe"
+"""`framework` of the rows that the agent measured itself."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -157,13 +160,15 @@ def preferred(series: Iterable[Series]) -> Series | None:
     """Of several series that mean the same metric, the one to show; None of none.
 
     Two keys of a framework may mean one metric by two estimators, and a script may write one number to two loggers:
-    they are alternatives, not samples to be averaged. Frameworks come before loggers, then the order of the aliases.
+    they are alternatives, not samples to be averaged. Frameworks come before loggers and those before measurements of
+    our own, which sample; then the order of the aliases.
     """
 
-    def rank(one: Series) -> tuple[bool, int, str, str]:
+    def rank(one: Series) -> tuple[int, int, str, str]:
         keys = list(ALIASES.get(one.framework, {}))
         position = keys.index(one.raw_key) if one.raw_key in keys else len(keys)
-        return one.framework in LOGGERS, position, one.source, one.raw_key
+        kind = 2 if one.framework == OWN else int(one.framework in LOGGERS)
+        return kind, position, one.source, one.raw_key
 
     return min(series, key=rank, default=None)
 

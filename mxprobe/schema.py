@@ -200,6 +200,7 @@ TABLES: dict[str, Columns] = {
         ("time_ns", "int64"),
         ("stratum", "dict"),  # all; entropy_q1 (lowest) to entropy_q4: quarters by the rollout's entropy
         ("temperature", "float64"),  # at which both sides are taken
+        ("dtype", "dict"),  # the coarsest that the log-probabilities of either side have passed through
         ("n_sequences", "int64"),  # found in a training batch of the step ...
         ("n_unmatched", "int64"),  # ... and looked for in vain
         ("n_tokens", "int64"),

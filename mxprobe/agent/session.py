@@ -28,6 +28,7 @@ from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import Entry, module_rows, take_inventory
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
+from mxprobe.agent.rollouts import Measurement, RolloutTap
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.signals import NO_STEP, SignalTaps
@@ -72,6 +73,7 @@ class Session:
         self._schedule = Schedule(config.every, config.weights_every)
         self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
         self._replays = Replays(config, self._clock, self.guard, self._on_event)
+        self._tokens = RolloutTap(self._clock, self.guard, self._on_event)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -176,6 +178,7 @@ class Session:
             self._install(roots)
             self._handles += [root.register_forward_pre_hook(self._on_root_enter) for root in roots]
             self._handles += self._replays.watch(roots, {name: p.module for name, p in self._probes.items()})
+            self._handles += self._tokens.watch(roots)
             self._begin_step()
 
     def _set_base(self, count: torch.Tensor) -> None:
@@ -279,6 +282,9 @@ class Session:
         self.total_hook_ns += hook_ns
         self.worker.put(lambda: self._record_step(step, probed, step_ns, hook_ns))
         self._signals.ensure_wrapped()
+        measured = self._tokens.finish()
+        if measured is not None:
+            self.worker.put(lambda: self._record_rollouts(measured))
         replayed = None if self.detach_asked else self._replays.run()
         if replayed is not None:
             self.worker.put(lambda: self._record_replay(replayed))
@@ -297,6 +303,7 @@ class Session:
         self._replays.plan()
         if not (clock.probed or clock.only_outputs):
             return
+        self._tokens.arm()
         left = SNAPSHOT_BYTES
         for probe in sorted(self._probes.values(), key=lambda probe: probe.last_probed):
             if probe.sample_bytes <= left or left == SNAPSHOT_BYTES:
@@ -340,6 +347,13 @@ class Session:
     def _record_replay(self, rows: Rows) -> None:
         for table, row in rows(self.worker.step_base):
             self._recorder.add(table, row)
+
+    def _record_rollouts(self, measured: Measurement) -> None:
+        def record() -> None:
+            for table, row in measured.rows(self.worker.step_base, self._tokens.tell):
+                self._recorder.add(table, row)
+
+        self.worker.aside(measured.device, [measured.ready], record)
 
     def _add_modules(self) -> None:
         for row in module_rows(self._entries, self._probes):

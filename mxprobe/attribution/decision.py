@@ -29,6 +29,8 @@ class Reason(StrEnum):
     FEW_STEPS = "few_steps"
     ONE_PHASE = "one_phase"
     NO_SYMPTOM = "no_symptom"
+    BEHIND = "behind"
+    ELSEWHERE = "elsewhere"
     FAR = "far"
     NO_OPERANDS = "no_operands"
     CHOSEN = "chosen"
@@ -63,7 +65,7 @@ def decide(measured: Measured, weights: Array, thresholds: Thresholds, *, with_w
     observed = mismatch(measured, weights)
     quantized = quantized_modules(measured, weights, thresholds)
     fits = tuple(fit(measured, weights, thresholds))
-    verdict, reason = _gates(measured, observed, quantized, fits, thresholds)
+    verdict, reason = _gates(measured, weights, observed, quantized, fits, thresholds)
     if verdict is not None and not with_whatifs:
         parts = _Parts.none(measured)
     else:
@@ -88,6 +90,7 @@ def decide(measured: Measured, weights: Array, thresholds: Thresholds, *, with_w
 
 def _gates(
     measured: Measured,
+    weights: Array,
     observed: Mismatch,
     quantized: dict[Phase, Mask],
     fits: tuple[Fit, ...],
@@ -102,8 +105,13 @@ def _gates(
         return Verdict.NOT_ENOUGH_EVIDENCE, Reason.FEW_STEPS
     if observed.n_modules == 0:
         return Verdict.NOT_ENOUGH_EVIDENCE, Reason.ONE_PHASE
-    if not observed.is_symptom(thresholds):
+    log_probs = measured.sides.seen(weights)
+    if not (log_probs.is_symptom(weights, thresholds) if log_probs else observed.is_symptom(thresholds)):
         return Verdict.NONE_NEEDED, Reason.NO_SYMPTOM
+    if measured.sides.behind:
+        return Verdict.NOT_EXPLAINED, Reason.BEHIND
+    if observed.n_same_recipe == observed.n_modules:
+        return Verdict.NOT_EXPLAINED, Reason.ELSEWHERE
     if any(each.far_share >= thresholds.far_share for each in fits):
         return Verdict.NOT_EXPLAINED, Reason.FAR
     return None, Reason.CHOSEN
@@ -148,7 +156,7 @@ class _Parts:
         reason: Reason,
     ) -> "_Parts":
         operands = measured.operands
-        if operands is None or reason is Reason.FAR:
+        if operands is None or reason in (Reason.FAR, Reason.BEHIND, Reason.ELSEWHERE):
             return cls.none(measured)
         shape = (len(measured.modules), len(FORWARD_ROLES))
         counted = _counted_operands(measured, quantized)

@@ -14,6 +14,7 @@ from . import ratios
 from .decision import Decision
 from .measured import Measured
 from .recommendation import Certainty, Coverage, Evidence
+from .rollouts import behind_words
 from .thresholds import Thresholds
 from .words import COMPONENT_WORDS, listed, number, percent, place
 
@@ -41,7 +42,9 @@ def collect(
             measured.n_steps >= thresholds.min_steps,
         ),
         *_quantized(measured, thresholds),
+        *_log_probs(measured, thresholds),
         *_mismatch(decision, thresholds),
+        *_weight_lag(measured),
         *_fit(decision, thresholds),
         *_component(decision, thresholds),
         *_backward(trace),
@@ -91,6 +94,39 @@ def _recipe_words(recipe: tuple[str, str], *, is_exact: bool) -> str:
     x, w = recipe
     name = x if x == w else f"x {x}, W {w}"
     return name if is_exact else f"none known, closest {name},"
+
+
+def _log_probs(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]:
+    weights = np.ones(measured.n_clusters)
+    seen = measured.sides.seen(weights)
+    if seen is None:
+        return
+    difference, loss = seen.abs_d(weights), seen.ess_loss(weights)
+    yield Evidence(
+        "log_prob_mismatch",
+        Certainty.MEASURED,
+        f"mean |log p in rollout - in training| of {seen.n_tokens(weights):.0f} sampled tokens is "
+        f"{number(difference)} nats, KL {number(seen.kl(weights))} nats a token (k3); the floor of {seen.dtype} is "
+        f"{number(seen.floor)}",
+        difference,
+        seen.gate(thresholds),
+        difference > seen.gate(thresholds),
+    )
+    yield Evidence(
+        "effective_sample_size",
+        Certainty.MEASURED,
+        f"{percent(loss)} of the effective sample size is lost to the difference of rollout and trainer",
+        loss,
+        thresholds.ess_loss,
+        loss > thresholds.ess_loss,
+    )
+
+
+def _weight_lag(measured: Measured) -> Iterator[Evidence]:
+    behind = measured.sides.behind
+    if behind:
+        text = f"in the rollout {behind_words(behind)}: its outputs are reproduced exactly with those"
+        yield Evidence("weight_lag", Certainty.MEASURED, text, float(max(each.lag for each in behind)), 0.0, True)
 
 
 def _mismatch(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:

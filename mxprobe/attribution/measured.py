@@ -6,7 +6,7 @@ into 64 blocks: a block bootstrap, which respects that neighbouring steps are al
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from mxprobe.schema import Phase, Role
 from mxprobe.trace import Trace
 from mxprobe_kernels.formats import Rule
 
+from .rollouts import Sides, both_sides
 from .sensitivity import MIN_MICROBATCHES, operand_sensitivity
 
 Array = npt.NDArray[np.float64]
@@ -97,6 +98,7 @@ class Measured:
     modules: tuple[str, ...]
     outputs: dict[Phase, OutputSums]
     operands: OperandSums | None
+    sides: Sides = field(default_factory=Sides)
 
     @property
     def n_steps(self) -> int:
@@ -121,7 +123,7 @@ def measure(trace: Trace) -> Measured:
     now = sums.get(Phase.ROLLOUT) or sums.get(Phase.TRAIN)
     recipes = now.recipes if now else ()
     operands = None if forward.rows.empty else _operand_sums(trace, forward, recipes, axes)
-    return Measured(steps, n_clusters, modules, sums, operands)
+    return Measured(steps, n_clusters, modules, sums, operands, both_sides(trace, steps, n_clusters))
 
 
 def divide(numerator: Array, denominator: Array) -> Array:

@@ -8,6 +8,7 @@ from . import words
 from .decision import Decision, Reason
 from .evidence import phases_seen
 from .measured import Measured
+from .rollouts import behind_words
 from .thresholds import Thresholds
 
 
@@ -29,6 +30,16 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
         case Reason.NO_SYMPTOM:
             rounds = [fit.phase for fit in decision.fits]
             return f"None needed: training and rollout agree.{_cost(measured) if len(rounds) > 1 else ''}"
+        case Reason.BEHIND:
+            return (
+                f"Not explained by MXFP4 rounding: the rollout's weights are stale. In it "
+                f"{behind_words(measured.sides.behind)} (measured). Mend the weight sync first."
+            )
+        case Reason.ELSEWHERE:
+            return (
+                "Not explained by MXFP4 rounding: rollout and trainer disagree on the probabilities of tokens, though "
+                "every layer seen computes the same function on both sides."
+            )
         case Reason.FAR:
             return (
                 "Not explained by MXFP4 rounding: the layers do not compute what their inputs and the trainer's "
@@ -60,9 +71,23 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
         case Reason.ONE_PHASE:
             return "A trace that holds both sides: attach to the process that trains and to the one that generates."
         case Reason.NO_SYMPTOM:
+            log_probs, weights = measured.sides.log_probs, np.ones(measured.n_clusters)
+            if log_probs is not None:
+                return (
+                    f"A mean |log-probability difference| above {words.number(log_probs.gate(thresholds))} nats (now "
+                    f"{words.number(log_probs.abs_d(weights))}), or an effective sample size lower by more than "
+                    f"{words.percent(thresholds.ess_loss)} (now {words.percent(log_probs.ess_loss(weights))})."
+                )
             return (
                 f"A median mismatch above {words.number(seen.gate(thresholds))} (now {words.number(seen.median)}), or "
                 "log-probabilities of rollout and trainer, which this trace does not hold."
+            )
+        case Reason.BEHIND:
+            return "A run whose rollout uses current weights; what is left of the mismatch then has another cause."
+        case Reason.ELSEWHERE:
+            return (
+                "Something outside the layers seen: the lm_head or a router, the attention or its key-value cache, "
+                "another position or mask of the same tokens, modules that the coverage lists as not seen."
             )
         case Reason.FAR:
             return (

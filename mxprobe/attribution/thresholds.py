@@ -19,6 +19,9 @@ class Thresholds:
     """Median |realised error in rollout - in training| over Linears that makes a symptom ..."""
     mismatch_floor_factor: float = 3.0
     """... if it is also so many times its floor, the change of realised error between probed steps."""
+    ess_loss: float = 0.1
+    """Where log-probabilities of both sides are known: part of the effective sample size lost that makes a symptom;
+    so does a mean |log-probability difference| of `mismatch_floor_factor` times the floor of its dtype."""
     far_log2: float = 0.3
     """|log2(realised/predicted)| above which a module does not do what its recipe predicts."""
     far_share: float = 0.25

@@ -90,9 +90,15 @@ _WEIGHTED_BY = {
 }
 
 
+_MISMATCH_FROM = {
+    False: "The mismatch is read from layer outputs: this trace holds no log-probabilities of rollout and trainer.",
+    True: "Log-probabilities are of sampled tokens, without top-k, top-p and penalties on either side.",
+}
+
+
 def _caveats(trace: Trace, measured: Measured, decision: Decision) -> list[str]:
     said = [
-        "The mismatch is read from layer outputs: this trace holds no log-probabilities of rollout and trainer.",
+        _MISMATCH_FROM[measured.sides.log_probs is not None],
         _WEIGHTED_BY[measured.operands is not None and measured.operands.delta2 is not None],
         "Intervals and agreement treat probed steps as independent; training drifts, so they are somewhat narrow.",
         "Costs are estimates from operation counts, not measurements on this device.",

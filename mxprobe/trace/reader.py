@@ -68,6 +68,10 @@ class Trace:
         """Counterfactual forwards per replayed step and arm."""
         return self.table("replays")
 
+    def rollouts(self) -> pd.DataFrame:
+        """Log-probabilities of sampled tokens by rollout and trainer, per probed step and stratum."""
+        return self.table("rollouts")
+
     def signals(self) -> pd.DataFrame:
         """The metrics the framework logged, by canonical name."""
         return self.table("signals")

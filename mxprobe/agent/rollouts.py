@@ -1,0 +1,267 @@
+"""Listens to the model's embedding, last norm and lm_head in a probed step: both sides' log-probabilities.
+
+What is needed, and said in an event of kind `logprobs` where it is missing: an embedding and an lm_head of its shape, a
+norm before it, transformers' `generate` in this process, logits that are the lm_head's output, and the generated
+sequences in a training batch of the same optimizer step, each in a row of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.generation import Generation, sampling_in_progress
+from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.agent.head import Head, find_head
+from mxprobe.agent.logprobs import (
+    ALL,
+    Row,
+    Scored,
+    compute_dtype,
+    pair_up,
+    rollout_rows,
+    score_hidden,
+    score_logits,
+    signal_values,
+)
+from mxprobe.agent.replay.policy import find_policy
+from mxprobe.agent.sampling import seed_of
+from mxprobe.agent.snapshot import event_now
+from mxprobe.agent.weights import effective_weight
+
+EVENT = "logprobs"
+SOURCE = "mxprobe"
+MAX_MICRO_BATCHES = 16
+
+TableRow = tuple[str, Row]
+Tell = Callable[[str, str], None]
+
+
+class Measurement:
+    """A generation and its training forwards; `rows` waits for the device and belongs to the worker."""
+
+    def __init__(self, generation: Generation, scored: Sequence[Scored], step: int) -> None:
+        self.device = generation.prompt.device
+        self.ready = event_now(self.device)
+        self._generation = generation
+        self._scored = scored
+        self._step = step
+        self._time_ns = time.time_ns()
+
+    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
+        generation, when = self._generation, {"step": step_base + self._step, "time_ns": self._time_ns}
+        if generation.unaltered is not None and not bool(generation.unaltered):
+            tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
+            return []
+        pairs = pair_up(generation, self._scored)
+        if not len(pairs.log_prob_rollout):
+            tell(EVENT, "not measured: none of the generated sequences was in a training batch of the same step")
+            return []
+        temperature = generation.sampling.temperature
+        tell(EVENT, f"measured at temperature {temperature:g}, as read from the running generate()")
+        drawn = {"temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
+        rows: list[TableRow] = []
+        for row in rollout_rows(pairs):
+            rows.append(("rollouts", {**when, **drawn, **row}))
+            if row["stratum"] == ALL:
+                shared = {**when, "source": SOURCE, "framework": SOURCE}
+                for key, metric, estimator, value in signal_values(row):
+                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
+                    rows.append(("signals", {**shared, **named}))
+        return rows
+
+
+class RolloutTap:
+    """`watch` at attach, `arm` before a probed step, `finish` after it; all in the training thread, like the hooks."""
+
+    def __init__(self, clock: Clock, guard: Guard, tell: Tell) -> None:
+        self.armed = False
+        self._clock = clock
+        self._guard = guard
+        self._tell_event = tell
+        self._told: set[str] = set()
+        self._head: Head | None = None
+        self._given_up = False
+        self._head_is_called = False
+        """The training forward calls the lm_head: no need to recompute its output."""
+        self._feeds_head = False
+        """A generation has shown that the norm's output is what the lm_head gets."""
+        self._pid = os.getpid()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is held of the step that ended."""
+        self._prefill: Generation | None = None
+        self._generation: Generation | None = None
+        self._is_drawing = False
+        """Tokens now drawn belong to `_generation`."""
+        self._norm_output: tuple[Any, int] | None = None
+        self._train_ids: torch.Tensor | None = None
+        self._scored: list[Scored] = []
+        self._n_micro = 0
+
+    def watch(self, roots: Sequence[nn.Module]) -> list[Any]:
+        """Handles of the hooks; none where the model has no head that could be listened to."""
+        head = find_head(roots)
+        if isinstance(head, str):
+            self._give_up(head)
+            return []
+        self._head = head
+        return [
+            head.embedding.register_forward_hook(self._guarded(self._on_embedding)),
+            head.norm.register_forward_hook(self._guarded(self._on_norm)),
+            head.lm_head.register_forward_hook(self._guarded(self._on_lm_head)),
+            head.owner.register_forward_hook(self._guarded(self._on_owner)),
+        ]
+
+    def arm(self) -> None:
+        self.forget()
+        self.armed = self._head is not None and not self._given_up
+
+    def finish(self) -> Measurement | None:
+        """What the step that is over has given; None if nothing."""
+        if not self.armed:
+            return None
+        self.armed = False
+        generation, scored, step = self._generation, self._scored, self._clock.step
+        self.forget()
+        if generation is None or self._given_up:
+            return None
+        if not scored:
+            self.tell(EVENT, f"not measured: {self._why_not_scored}")
+            return None
+        return Measurement(generation, scored, step)
+
+    @property
+    def _why_not_scored(self) -> str:
+        if not (self._feeds_head or self._head_is_called):
+            return "training does not call the lm_head, and its input is not the output of the last norm"
+        return "no training forward was seen after the generation, in the same step"
+
+    def _guarded(self, on_call: Callable[[Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or not self.armed or os.getpid() != self._pid:
+                return
+            started = time.perf_counter_ns()
+            try:
+                if not in_backward():
+                    on_call(args[0] if args else None, output)
+            except Exception as error:
+                self._guard.swallow("log-probabilities", error)
+                self._give_up(f"listening failed ({type(error).__name__})")
+            self._clock.hook_ns += time.perf_counter_ns() - started
+
+        return hook
+
+    def _on_embedding(self, ids: Any, output: Any) -> None:
+        if not is_plain(ids) or ids.dim() != 2 or is_off_limits(ids):
+            return
+        if torch.is_grad_enabled():
+            self._n_micro += 1
+            self._is_drawing = False
+            self._train_ids = None
+            if self._generation is not None and self._n_micro <= MAX_MICRO_BATCHES:
+                with undisturbed(ids.device.type):
+                    self._train_ids = ids.detach().clone()
+        elif ids.shape[1] > 1:
+            self._prefill = self._begin(ids)
+        else:
+            self._on_decode(ids)
+
+    def _begin(self, ids: torch.Tensor) -> Generation | None:
+        """A long call without gradient: the prefill of a generation, if one-token calls follow."""
+        if self._n_micro:
+            return None  # after training has begun: for another step
+        sampling = sampling_in_progress()
+        if isinstance(sampling, str):
+            return None
+        with undisturbed(ids.device.type):
+            return Generation(ids.detach(), sampling, seed=seed_of(self._clock.step, "generation"))
+
+    def _on_decode(self, ids: torch.Tensor) -> None:
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            is_first = self._generation is None  # a second generation in the step is left out
+            self._is_drawing = is_first
+            self._generation = prefill if is_first else self._generation
+        elif self._generation is None:
+            reason = sampling_in_progress()
+            if isinstance(reason, str):
+                self._give_up(reason)
+            return
+        if self._is_drawing and self._generation is not None:
+            with undisturbed(ids.device.type):
+                self._generation.take_tokens(ids)
+
+    def _on_norm(self, _: Any, output: Any) -> None:
+        if not is_plain(output) or output.dim() != 3:
+            return
+        if not torch.is_grad_enabled():
+            self._norm_output = (weakref.ref(output), output.untyped_storage().data_ptr())
+            return
+        head, generation, ids = self._head, self._generation, self._train_ids
+        if head is None or generation is None or ids is None or self._head_is_called:
+            return
+        if output.shape[:2] != ids.shape or not generation.is_whole or not self._feeds_head:
+            return
+        with undisturbed(output.device.type):
+            weight, bias = effective_weight(head.lm_head), head.lm_head.bias
+            if not is_plain(weight):
+                self._give_up("the lm_head's weight is no plain tensor (sharded or quantized)")
+                return
+            self._scored.append(score_hidden(generation, ids, output, weight, bias))
+
+    def _on_lm_head(self, x: Any, output: Any) -> None:
+        if not is_plain(output) or output.dim() != 3:
+            return
+        if torch.is_grad_enabled():
+            generation, ids = self._generation, self._train_ids
+            if generation is None or ids is None or not generation.is_whole or len(output) != len(ids):
+                return
+            with undisturbed(output.device.type):
+                scored = score_logits(generation, ids, output)
+            if not self._head_is_called and self._scored:
+                self._scored.pop()  # recomputed from the norm in this very forward
+            self._head_is_called = True
+            self._scored.append(scored)
+            return
+        norm_output, self._norm_output = self._norm_output, None
+        listening = self._listening
+        if listening is None:
+            return
+        if norm_output is not None and norm_output[0]() is not None and is_plain(x):
+            self._feeds_head = x.untyped_storage().data_ptr() == norm_output[1]
+        with undisturbed(output.device.type):
+            listening.take_logits(output)
+
+    def _on_owner(self, _: Any, output: Any) -> None:
+        if torch.is_grad_enabled() or self._prefill is None:
+            return
+        policy = find_policy(output)
+        if policy is not None and policy.logits is not None:
+            with undisturbed(policy.logits.device.type):
+                self._prefill.compare_logits(policy.logits)
+
+    @property
+    def _listening(self) -> Generation | None:
+        """The generation whose logits come next."""
+        return self._prefill or (self._generation if self._is_drawing else None)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self.armed = False
+        self.forget()
+        self.tell(EVENT, f"not measured: {reason}")
+
+    def tell(self, kind: str, detail: str) -> None:
+        """An event, once."""
+        if detail not in self._told:
+            self._told.add(detail)
+            self._tell_event(kind, detail)

@@ -1,0 +1,134 @@
+"""What rollout and trainer say of the same tokens, and whose weights the rollout uses: tables `rollouts`, `outputs`.
+
+Per token d = log p_rollout - log p_train, w = exp(-d).
+
+    mean |d|        against its floor        ESS = (sum w)^2 / (n sum w^2)
+
+The floor is what two orders of summing the same numbers make of log-probabilities in the dtype they are computed in:
+a cached one-token forward against a whole one. See `FLOOR_NATS`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from mxprobe.schema import Phase
+from mxprobe.trace import Trace
+
+from .thresholds import Thresholds
+from .words import listed
+
+Array = npt.NDArray[np.float64]
+
+SUMS = ("n_tokens", "sum_d", "sum_abs_d", "sum_k3", "sum_w", "sum_w2")
+FLOOR_NATS = {"float64": 1e-6, "float32": 1e-3}
+"""Mean |d| of identical policies, generously: 1e-6 was measured on the demo in float32, 1e-3 leaves room for TF32."""
+FLOOR_NATS_16_BIT = 0.02
+"""Logits near 10 are rounded by 2^-8 of that in bfloat16; measured and published figures are .01 to .03."""
+BEHIND_SHARE = 0.5
+"""Part of a module's probed rollouts that must use older weights for it to be called behind."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Sums over tokens per cluster [T], 0 where nothing was measured."""
+
+    sums: dict[str, Array]
+    dtype: str
+
+    def n_tokens(self, weights: Array) -> float:
+        return float(weights @ self.sums["n_tokens"])
+
+    def abs_d(self, weights: Array) -> float:
+        """Mean |d| in nats per token."""
+        return float(weights @ self.sums["sum_abs_d"]) / self.n_tokens(weights)
+
+    def kl(self, weights: Array) -> float:
+        """KL(rollout || train) per token in nats, by k3."""
+        return float(weights @ self.sums["sum_k3"]) / self.n_tokens(weights)
+
+    def ess_loss(self, weights: Array) -> float:
+        """1 - ESS of the importance weights, over clusters: sums of each first, so that steps do not mix."""
+        n, w, w2 = (self.sums[name] for name in ("n_tokens", "sum_w", "sum_w2"))
+        seen = w2 > 0
+        ess = np.zeros_like(n)
+        ess[seen] = w[seen] ** 2 / w2[seen]
+        return 1.0 - float(weights @ ess) / self.n_tokens(weights)
+
+    @property
+    def floor(self) -> float:
+        return FLOOR_NATS.get(self.dtype, FLOOR_NATS_16_BIT)
+
+    def gate(self, thresholds: Thresholds) -> float:
+        """What mean |d| must exceed to be a symptom."""
+        return thresholds.mismatch_floor_factor * self.floor
+
+    def is_symptom(self, weights: Array, thresholds: Thresholds) -> bool:
+        return self.abs_d(weights) > self.gate(thresholds) or self.ess_loss(weights) > thresholds.ess_loss
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A module whose rollouts were computed with older weights of the trainer."""
+
+    module: str
+    lag: int
+    """Steps, of the last probed rollout."""
+    step: int
+    """Whose weights those were."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Empty where a trace holds neither: it was made by an older version, or the agent could not measure it."""
+
+    log_probs: LogProbs | None = None
+    behind: tuple[Behind, ...] = ()
+
+    def seen(self, weights: Array) -> LogProbs | None:
+        """The log-probabilities, where these clusters hold any."""
+        found = self.log_probs
+        return found if found is not None and found.n_tokens(weights) > 0 else None
+
+
+def both_sides(trace: Trace, steps: npt.NDArray[np.intp], n_clusters: int) -> Sides:
+    """Read from a trace, on the clusters of `measure`."""
+    return Sides(_log_probs(trace.rollouts(), steps, n_clusters), modules_behind(trace.outputs()))
+
+
+def _log_probs(rows: pd.DataFrame, steps: npt.NDArray[np.intp], n_clusters: int) -> LogProbs | None:
+    rows = rows[(rows["stratum"] == "all") & np.isin(rows["step"].to_numpy(), steps)]
+    if rows.empty:
+        return None
+    cluster = np.searchsorted(steps, rows["step"].to_numpy()) * n_clusters // max(steps.size, 1)
+    sums = {name: np.zeros(n_clusters) for name in SUMS}
+    for name, total in sums.items():
+        np.add.at(total, cluster, rows[name].to_numpy(dtype=float))
+    dtypes = rows["dtype"].dropna().astype(str).mode()
+    return LogProbs(sums, dtypes.iloc[0] if len(dtypes) else "an unknown dtype")
+
+
+def modules_behind(outputs: pd.DataFrame) -> tuple[Behind, ...]:
+    """Modules of which most probed rollouts, those with known weights, lag behind the trainer."""
+    rows = outputs[(outputs["phase"] == Phase.ROLLOUT.value) & outputs["weight_lag"].notna()]
+    found: list[Behind] = []
+    for module, part in rows.sort_values("step").groupby("module", observed=True, sort=False):
+        lag = part["weight_lag"].to_numpy(dtype=int)
+        if (lag > 0).mean() > BEHIND_SHARE:
+            last = int(np.flatnonzero(lag > 0)[-1])
+            found.append(Behind(str(module), int(lag[last]), int(part["step"].iloc[last] - lag[last])))
+    return tuple(found)
+
+
+def behind_words(behind: Sequence[Behind]) -> str:
+    """`q_proj and k_proj use the weights of step 30, 12 behind`."""
+    lags = sorted({each.lag for each in behind})
+    since = sorted({each.step for each in behind})
+    names = listed(each.module for each in behind[:4]) if len(behind) <= 4 else f"{len(behind)} modules"
+    verb = "computes" if len(behind) == 1 else "compute"
+    at = f"step {since[0]}" if len(since) == 1 else f"steps {since[0]} to {since[-1]}"
+    late = f"{lags[0]} steps" if len(lags) == 1 else f"{lags[0]} to {lags[-1]} steps"
+    return f"{names} {verb} with the weights of {at}, {late} behind the trainer"
