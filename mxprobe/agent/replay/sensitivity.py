@@ -246,10 +246,10 @@ def _propagate(
         found = [of_objective[i] for of_objective in gradients]
         if call.x is None or all(g is None for g in found):
             continue
-        shape = next(g.shape for g in found if g is not None)
-        g = torch.stack([torch.zeros(shape, device=samples.device) if g is None else g.float() for g in found])
-        x = _by_sample(call.x.float(), n_batch, samples)
-        g = torch.stack([_by_sample(each, n_batch, samples) for each in g])
+        x = _by_sample(call.x, n_batch, samples).float()
+        here = [None if g is None else _by_sample(g, n_batch, samples).float() for g in found]
+        nothing = next(torch.zeros_like(g) for g in here if g is not None)
+        g = torch.stack([nothing if each is None else each for each in here])
         weight = call.module.weight.detach().float()
         for role, delta in (
             (Role.X_FWD, _input_deltas(x, weight, g, errors)),
