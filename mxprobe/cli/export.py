@@ -28,6 +28,7 @@ _TRACKERS = ("tensorboard", "wandb", "trackio")
 @click.option("--modules", multiple=True, metavar="GLOB", help="With --to: also one curve per matching module.")
 @click.option("--project", default="mxprobe", show_default=True, help="With --to: the project of wandb or trackio.")
 @click.option("--name", help="With --to: the run's name; default the trace's.")
+@click.option("--follow", is_flag=True, help="With --to: log new rows until the recording ends, or Ctrl-C.")
 def command(
     trace: Path,
     format_name: str | None,
@@ -39,6 +40,7 @@ def command(
     modules: tuple[str, ...],
     project: str,
     name: str | None,
+    follow: bool,
 ) -> None:
     """Write TRACE as CSV, JSON or Parquet at full resolution, or log it to TensorBoard, wandb or trackio.
 
@@ -49,13 +51,28 @@ def command(
             "give either --format or --to",
             remedy=f"--format {'|'.join(_FORMATS)} writes tables, --to {'|'.join(_TRACKERS)} logs curves",
         )
-    from mxprobe.exporting import FileFormat, Tracker, export_files, export_to
+    if follow and tracker_name is None:
+        raise UsageError("--follow goes with --to", remedy="files are written once the recording has ended")
+    from mxprobe.exporting import FileFormat, Tracker, export_files, export_to, follow_to
     from mxprobe.trace import open_trace
 
+    stem = trace.resolve()
+    run_name, runs = name or stem.stem, output or Path("runs" if tracker_name == "tensorboard" else ".")
+    if follow:
+        where = follow_to(
+            Tracker(tracker_name),
+            trace,
+            project=project,
+            name=run_name,
+            directory=runs,
+            modules=modules,
+            say=lambda text: click.echo(f"note: {text}", err=True),
+        )
+        click.echo(where)
+        return
     opened = open_trace(trace)
     for problem in opened.problems:
         click.echo(f"note: {problem}", err=True)
-    stem = trace.resolve()
     if format_name is not None:
         directory = output or stem.with_name(f"{stem.stem}-{format_name}")
         paths = export_files(
@@ -63,13 +80,8 @@ def command(
         )
         for path in paths:
             click.echo(path)
-    elif tracker_name is not None:
+    else:
         where = export_to(
-            Tracker(tracker_name),
-            opened,
-            project=project,
-            name=name or stem.stem,
-            directory=output or Path("runs" if tracker_name == "tensorboard" else "."),
-            modules=modules,
+            Tracker(tracker_name), opened, project=project, name=run_name, directory=runs, modules=modules
         )
         click.echo(where)

@@ -9,7 +9,7 @@
 With `modules`, the same per module in place of the kind, for those whose name matches a glob.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -20,7 +20,13 @@ from mxprobe.attribution.component import kind_of
 from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.trace import Trace
 
-_OPERAND_COLUMNS = ("step", "time_ns", "module", "role", "phase", *ADDITIVE)
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "signals": ("step", "time_ns", "raw_key", "metric", "value"),
+    "tensors": ("step", "time_ns", "module", "role", "phase", *ADDITIVE),
+    "outputs": ("step", "time_ns", "module", "phase", "ref2", "realised2", "predicted2", "residual2"),
+    "overhead": ("step", "time_ns", "probe_ns", "step_ns", "n_dropped"),
+}
+"""What the curves are made of."""
 _OPERAND = {"nmse": "nmse", "out_error": "output_error", "zero_frac": "zero_frac"}
 
 
@@ -35,34 +41,60 @@ class Point:
 
 def curves(trace: Trace, modules: Sequence[str] = ()) -> list[Point]:
     """Points in the order of their steps; values that are not finite are left out."""
-    parts = [
-        _signals(trace.signals()),
-        *_operands(trace.table("tensors", _OPERAND_COLUMNS), modules),
-        *_outputs(trace.outputs(), modules),
-        *_overhead(trace.overhead()),
-    ]
+    signals = trace.table("signals", COLUMNS["signals"])
+    others = {name: trace.table(name, columns) for name, columns in COLUMNS.items() if name != "signals"}
+    logged = signal_rows(placed(signals, others["overhead"]), keys_of(signals))
+    return [*points([logged, *step_rows(others, modules)])]
+
+
+def points(parts: Sequence[pd.DataFrame]) -> Iterator[Point]:
+    """Long rows (`step`, `tag`, `value`, `time_ns`) by step; values that are not finite are left out."""
     rows = pd.concat([part for part in parts if len(part)] or [_long([], "", [], [])], ignore_index=True)
     rows = rows[np.isfinite(rows["value"].to_numpy(dtype=float))].sort_values("step", kind="stable")
+    for step, group in rows.groupby("step", sort=True):
+        values = dict(zip(group["tag"], group["value"].astype(float), strict=True))
+        yield Point(int(step), int(group["time_ns"].max()), values)
+
+
+def keys_of(signals: pd.DataFrame) -> dict[str, set[str]]:
+    """Metric -> the raw keys that were logged under it."""
+    pairs = signals[["metric", "raw_key"]].astype(str).drop_duplicates()
+    return {str(metric): set(group["raw_key"]) for metric, group in pairs.groupby("metric")}
+
+
+def placed(signals: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """Metrics logged without a step (-1) at the last step before them by time; `steps` has `step` and `time_ns`."""
+    is_unplaced = (signals["step"] < 0).to_numpy()
+    if not is_unplaced.any() or steps.empty:
+        return signals
+    steps = steps.sort_values("time_ns")
+    position = np.searchsorted(steps["time_ns"].to_numpy(dtype=float), signals["time_ns"].to_numpy(dtype=float))
+    step = steps["step"].to_numpy()[np.maximum(position - 1, 0)]
+    return signals.assign(step=np.where(is_unplaced, step, signals["step"]))
+
+
+def signal_rows(rows: pd.DataFrame, keys: Mapping[str, Collection[str]]) -> pd.DataFrame:
+    """Logged metrics, long; under the raw key where `keys` has none or several for the metric."""
+    rows = rows.dropna(subset=["step", "value"])
+    if rows.empty:
+        return _long([], "", [], [])
+    metric, raw = rows["metric"].astype(str), rows["raw_key"].astype(str)
+    is_shared = metric.map({name: len(of) > 1 for name, of in keys.items()}).astype(bool)
+    name = raw.where((metric == "") | (metric == "nan") | is_shared, metric)
+    return _long(rows["step"], "signals/" + name, rows["value"], rows["time_ns"].fillna(0))
+
+
+def step_rows(tables: Mapping[str, pd.DataFrame], modules: Sequence[str] = ()) -> list[pd.DataFrame]:
+    """All other curves, long, from whole steps of `tensors`, `outputs` and `overhead`."""
     return [
-        Point(
-            int(step), int(group["time_ns"].max()), dict(zip(group["tag"], group["value"].astype(float), strict=True))
-        )
-        for step, group in rows.groupby("step", sort=True)
+        *_operands(tables["tensors"], modules),
+        *_outputs(tables["outputs"], modules),
+        *_overhead(tables["overhead"]),
     ]
 
 
 def _long(steps: object, tag: object, values: object, times: object) -> pd.DataFrame:
     return pd.DataFrame({"step": steps, "tag": tag, "value": values, "time_ns": times})
-
-
-def _signals(rows: pd.DataFrame) -> pd.DataFrame:
-    rows = rows.dropna(subset=["step", "value"])
-    if rows.empty:
-        return _long([], "", [], [])
-    metric, raw = rows["metric"].astype(str), rows["raw_key"].astype(str)
-    n_keys = raw.groupby(metric).transform("nunique")
-    name = raw.where((metric == "") | (metric == "nan") | (n_keys > 1), metric)
-    return _long(rows["step"], "signals/" + name, rows["value"], rows["time_ns"].fillna(0))
 
 
 def _operands(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[pd.DataFrame]:

@@ -1,23 +1,36 @@
-"""Curves into TensorBoard, Weights & Biases or trackio, through their own libraries, after the fact."""
+"""Curves into TensorBoard, Weights & Biases or trackio, through their own libraries."""
 
 import contextlib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mxprobe.errors import UsageError
 from mxprobe.trace import Trace
 
 from .series import Point, curves
 
+STEP = "mxprobe/step"
+"""What wandb draws the curves over. Its own step only ever grows, and rows of an earlier one would be dropped."""
+
 
 class Tracker(StrEnum):
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     TRACKIO = "trackio"
+
+
+class TrackerRun(Protocol):
+    """A run of a tracker that takes points in any order."""
+
+    def log(self, point: Point) -> None: ...
+
+    def close(self) -> str:
+        """Finish the run and say, in words, where it is."""
+        ...
 
 
 def export_to(
@@ -35,25 +48,35 @@ def export_to(
         UsageError: the library is not installed, or refuses.
         TraceError: a table cannot be read.
     """
-    library = _require(tracker)
+    require(tracker)
     points = curves(trace, modules)
     if not points:
-        raise UsageError(
-            f"{trace.directory} has no curve to log",
-            cause="no step was probed and no metric was seen",
-            remedy="`mxprobe export TRACE --format csv` writes what there is",
-        )
-    config = {key: value for key, value in trace.run.items() if isinstance(value, (str, int, float, bool, list, dict))}
+        raise no_curve(trace.directory)
+    run = open_run(tracker, trace.run, project=project, name=name, directory=directory)
+    for point in points:
+        run.log(point)
+    return run.close()
+
+
+def open_run(tracker: Tracker, facts: dict[str, Any], *, project: str, name: str, directory: Path) -> TrackerRun:
+    """A new run; `facts` (run.json) become its configuration where the tracker has one.
+
+    Raises:
+        UsageError: the library is not installed, or refuses.
+    """
+    library = require(tracker)
+    config = {key: value for key, value in facts.items() if isinstance(value, (str, int, float, bool, list, dict))}
     match tracker:
         case Tracker.TENSORBOARD:
-            return _to_tensorboard(points, directory / name)
+            return _TensorBoardRun(directory / name)
         case Tracker.WANDB:
-            return _to_wandb(library, points, config, project, name, directory)
+            return _WandbRun(library, config, project, name, directory)
         case Tracker.TRACKIO:
-            return _to_trackio(library, points, config, project, name)
+            return _TrackioRun(library, config, project, name)
 
 
-def _require(tracker: Tracker) -> Any:
+def require(tracker: Tracker) -> Any:
+    """The tracker's library. UsageError where it is not installed."""
     try:
         return importlib.import_module(tracker.value)
     except ImportError as error:
@@ -64,56 +87,96 @@ def _require(tracker: Tracker) -> Any:
         ) from None
 
 
-def _to_tensorboard(points: list[Point], directory: Path) -> str:
-    # Generated and untyped modules: imported by name, so that they are Any and not unknown.
-    proto = "tensorboard.compat.proto"
-    event, summary = (importlib.import_module(f"{proto}.{name}_pb2") for name in ("event", "summary"))
-    files = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+def no_curve(directory: Path) -> UsageError:
+    return UsageError(
+        f"{directory} has no curve to log",
+        cause="no step was probed and no metric was seen",
+        remedy="`mxprobe export TRACE --format csv` writes what there is",
+    )
 
-    if directory.exists() and any(directory.glob("events.out.tfevents.*")):
-        raise UsageError(
-            f"{directory} holds a TensorBoard run already",
-            cause="it was exported before; TensorBoard would draw both on top of each other",
-            remedy="name another run with --name, or remove that one",
+
+class _TensorBoardRun:
+    def __init__(self, directory: Path) -> None:
+        # Generated and untyped modules: imported by name, so that they are Any and not unknown.
+        proto = "tensorboard.compat.proto"
+        self._event, self._summary = (importlib.import_module(f"{proto}.{name}_pb2") for name in ("event", "summary"))
+        files = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._directory = directory
+        if directory.exists() and any(directory.glob("events.out.tfevents.*")):
+            raise UsageError(
+                f"{directory} holds a TensorBoard run already",
+                cause="it was exported before; TensorBoard would draw both on top of each other",
+                remedy="name another run with --name, or remove that one",
+            )
+        try:
+            self._writer = files.EventFileWriter(str(directory), flush_secs=_FLUSH_S)
+        except OSError as error:
+            raise UsageError(f"cannot write to {directory}: {error.strerror or error}") from None
+
+    def log(self, point: Point) -> None:
+        values = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()]
+        self._writer.add_event(
+            self._event.Event(
+                step=point.step, wall_time=point.time_ns / 1e9, summary=self._summary.Summary(value=values)
+            )
         )
-    try:
-        writer = files.EventFileWriter(str(directory))
-    except OSError as error:
-        raise UsageError(f"cannot write to {directory}: {error.strerror or error}") from None
-    for point in points:
-        values = [summary.Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()]
-        writer.add_event(
-            event.Event(step=point.step, wall_time=point.time_ns / 1e9, summary=summary.Summary(value=values))
-        )
-    writer.close()
-    return f"{directory} (tensorboard --logdir {directory.parent})"
+
+    def close(self) -> str:
+        self._writer.close()
+        return f"{self._directory} (tensorboard --logdir {self._directory.parent})"
 
 
-def _to_wandb(wandb: Any, points: list[Point], config: dict[str, Any], project: str, name: str, directory: Path) -> str:
+_FLUSH_S = 5
+
+
+class _WandbRun:
     """WANDB_MODE, WANDB_API_KEY and the like count as always."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        settings = wandb.Settings(console="off")  # our own output is no part of the run
-        run = wandb.init(
-            project=project, name=name, dir=str(directory), config=config, settings=settings, reinit="create_new"
-        )
-        for point in points:
-            run.log(point.values, step=point.step)
-        run.finish()
-    except (wandb.Error, OSError) as error:
-        raise UsageError(
-            f"wandb refused: {error}",
-            cause="not logged in, or no network",
-            remedy="`wandb login`, or WANDB_MODE=offline and `wandb sync` later",
-        ) from None
-    return str(Path(run.dir).parent if run.offline else run.url)
+
+    def __init__(self, wandb: Any, config: dict[str, Any], project: str, name: str, directory: Path) -> None:
+        self._wandb = wandb
+        with self._refusals():
+            directory.mkdir(parents=True, exist_ok=True)
+            settings = wandb.Settings(console="off")  # our own output is no part of the run
+            self._run = wandb.init(
+                project=project, name=name, dir=str(directory), config=config, settings=settings, reinit="create_new"
+            )
+            for pattern in ("signals/*", "mxprobe/*"):
+                self._run.define_metric(pattern, step_metric=STEP)
+
+    def log(self, point: Point) -> None:
+        with self._refusals():
+            self._run.log({**point.values, STEP: point.step})
+
+    def close(self) -> str:
+        with self._refusals():
+            self._run.finish()
+        return str(Path(self._run.dir).parent if self._run.offline else self._run.url)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Generator[None]:
+        try:
+            yield
+        except (self._wandb.Error, OSError) as error:
+            raise UsageError(
+                f"wandb refused: {error}",
+                cause="not logged in, or no network",
+                remedy="`wandb login`, or WANDB_MODE=offline and `wandb sync` later",
+            ) from None
 
 
-def _to_trackio(trackio: Any, points: list[Point], config: dict[str, Any], project: str, name: str) -> str:
+class _TrackioRun:
     """Its words go to standard error: standard output is for data."""
-    with contextlib.redirect_stdout(sys.stderr):
-        trackio.init(project=project, name=name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False)
-        for point in points:
-            trackio.log(point.values, step=point.step)
-        trackio.finish()
-    return f"project {project}, run {name} (trackio show --project {project})"
+
+    def __init__(self, trackio: Any, config: dict[str, Any], project: str, name: str) -> None:
+        self._trackio, self._project, self._name = trackio, project, name
+        with contextlib.redirect_stdout(sys.stderr):
+            trackio.init(project=project, name=name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+
+    def log(self, point: Point) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.log(point.values, step=point.step)
+
+    def close(self) -> str:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.finish()
+        return f"project {self._project}, run {self._name} (trackio show --project {self._project})"

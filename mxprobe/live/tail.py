@@ -37,6 +37,8 @@ class TraceTail:
     def __init__(self, directory: Path, columns: dict[str, Sequence[str]]) -> None:
         self.directory = directory
         self.run, self.problems = read_run(directory)
+        self.is_behind = False
+        """Whether the last poll left rows that were there, because it had read enough."""
         self._columns = columns
         self._positions: dict[tuple[str, int], _Position] = {}
         self._run_stamp = self._stamp()
@@ -44,6 +46,7 @@ class TraceTail:
     def poll(self) -> list[tuple[str, int, pd.DataFrame]]:
         """(table, rank, new rows) with the columns asked for. Incomplete batches are left for the next poll."""
         found: list[tuple[str, int, pd.DataFrame]] = []
+        self.is_behind = False
         for table, rank, path in layout.live_files(self.directory):
             if table in self._columns and not self._has_part(table, rank):
                 found.extend(self._frames(table, rank, self._read_live(table, rank, path)))
@@ -74,6 +77,7 @@ class TraceTail:
             with open(path, "rb") as file:
                 file.seek(position.offset)
                 data = file.read(_MAX_BYTES_PER_POLL)
+                self.is_behind |= len(data) == _MAX_BYTES_PER_POLL
         except FileNotFoundError:
             return
         source = pa.BufferReader(data)

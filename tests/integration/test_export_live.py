@@ -1,0 +1,164 @@
+"""`mxprobe export --follow` while another process writes the trace, read back from what the tracker's library wrote."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mxprobe.exporting import curves
+from mxprobe.trace import open_trace
+
+ROOT = Path(__file__).parents[2]
+
+# Writes a step of all tables every 0.1 s until the file `stop` appears, then closes the trace.
+WRITER = """
+import sys, time
+from pathlib import Path
+from mxprobe.trace import TraceWriter
+from tests.trace_files import append, frames
+directory, stop = map(Path, sys.argv[1:])
+tables = frames(n_layers=1, n_steps=600, every=2)
+with TraceWriter(directory, {}) as writer:
+    append(writer, {"modules": tables.pop("modules")})
+    for step in range(1, 601):
+        append(writer, {name: rows[rows["step"] == step] for name, rows in tables.items()})
+        if stop.exists():
+            break
+        time.sleep(0.1)
+"""
+
+
+@dataclass
+class Writing:
+    directory: Path
+    stop_file: Path
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        self.stop_file.touch()
+        assert self.process.wait(60) == 0
+
+
+@pytest.fixture
+def writing(tmp_path: Path) -> Iterator[Writing]:
+    directory, stop = tmp_path / "run.mxprobe", tmp_path / "stop"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(directory), str(stop)], env=environment, cwd=ROOT)
+    try:
+        wait_until(lambda: (directory / "live" / "rank=0" / "overhead.arrows").exists())
+        yield Writing(directory, stop, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def follow(writing: Writing, tmp_path: Path) -> Iterator[object]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(tracker: str, *options: str, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "mxprobe", "export", str(writing.directory), "--to", tracker, "--follow"]
+        process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(holds: object, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def logged(directory: Path) -> list[tuple[int, str, float]]:
+    """Every value in the run's event file so far; a record cut in the middle ends it."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    files = list(directory.glob("events.out.tfevents.*"))
+    events = EventFileLoader(str(files[0])).Load() if files else ()
+    return [(event.step, value.tag, value.tensor.float_val[0]) for event in events for value in event.summary.value]
+
+
+def expected(directory: Path) -> dict[tuple[int, str], float]:
+    return {(point.step, tag): v for point in curves(open_trace(directory)) for tag, v in point.values.items()}
+
+
+def test_tensorboard_gets_each_value_once_while_the_trace_grows(
+    writing: Writing, follow: object, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    process = follow("tensorboard", "-o", str(tmp_path / "runs"))  # type: ignore[operator]
+    run = tmp_path / "runs" / "run"
+    wait_until(lambda: any(tag.endswith("/nmse") for _, tag, _ in logged(run)))
+    assert writing.process.poll() is None
+    assert process.poll() is None
+    before = len(logged(run))
+    wait_until(lambda: len(logged(run)) > before)
+    writing.stop()
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout.startswith(str(run))
+    rows = logged(run)
+    assert Counter((step, tag) for step, tag, _ in rows).most_common(1)[0][1] == 1
+    read = {(step, tag): value for step, tag, value in rows}
+    assert read == {key: pytest.approx(value, rel=1e-6) for key, value in expected(writing.directory).items()}
+
+
+def test_interrupted_it_leaves_a_whole_run_behind(writing: Writing, follow: object, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    process = follow("tensorboard", "-o", str(tmp_path / "runs"))  # type: ignore[operator]
+    wait_until(lambda: logged(tmp_path / "runs" / "run"))
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "note: interrupted" in stderr
+    assert stdout.startswith(str(tmp_path / "runs" / "run"))
+    assert writing.process.poll() is None
+
+
+def test_trackio_gets_each_value_once(writing: Writing, follow: object, tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    process = follow("trackio", "--project", "proof", TRACKIO_DIR=str(tmp_path))  # type: ignore[operator]
+    wait_until(lambda: (tmp_path / "proof.db").exists())
+    writing.stop()
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+    assert stdout == "project proof, run run (trackio show --project proof)\n"
+    with sqlite3.connect(tmp_path / "proof.db") as database:
+        rows = database.execute("select step, metrics from metrics").fetchall()
+    values = [((step, tag), value) for step, text in rows for tag, value in json.loads(text).items()]
+    assert len(dict(values)) == len(values)
+    assert dict(values) == expected(writing.directory)
+
+
+def test_wandb_offline_and_a_writer_that_dies(writing: Writing, follow: object, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    process = follow("wandb", WANDB_MODE="offline")  # type: ignore[operator]
+    wait_until(lambda: list((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
+    writing.process.kill()
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+    assert "the writer died" in stderr
+    (log,) = (tmp_path / stdout.strip()).glob("*.wandb")
+    assert b"signals/reward_mean" in log.read_bytes()
