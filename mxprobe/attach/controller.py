@@ -8,6 +8,7 @@ trace is closed properly whatever happens.
 import queue
 import secrets
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -101,6 +102,7 @@ class Controller:
         self._recorder = TraceRecorder(trace, process.pid)
         self._phase = "entering"
         self._entry: Entry | None = None
+        self._clearing: threading.Thread | None = None
         self._agent: Peer | None = None
         self._hello: Frame = {}
         self._attached: Frame | None = None
@@ -138,6 +140,7 @@ class Controller:
             self._leave()
             return self._finish()
         finally:
+            self._await_clearing()
             self._recorder.end(self._ending or "failed")
             self._answer_the_end()
             if self._agent is not None:
@@ -174,7 +177,8 @@ class Controller:
         self._phase = "observing"
         pid, config = self._process.pid, self._config
         self._say_to_agent({"verb": "attach", "config": config.to_json()})
-        self._clear_statement(run_directory)
+        self._clearing = threading.Thread(target=self._clear_statement, args=(run_directory,), daemon=True)
+        self._clearing.start()  # not here: the agent is to hear pings meanwhile
         waiting = f"process {pid} has the agent; waiting for its next optimizer step or generation"
         if not self._until(
             lambda: self._attached is not None,
@@ -234,7 +238,12 @@ class Controller:
             self._say_to_agent({"verb": "detach"})
             self._until(self._is_out, _GOODBYE_S)
 
+    def _await_clearing(self) -> None:
+        if self._clearing is not None:
+            self._clearing.join()
+
     def _finish(self) -> Outcome:
+        self._await_clearing()
         detached = {key: value for key, value in (self._detached or {}).items() if key != "verb"}
         self._recorder.update_run(agent={**self._agent_status, **detached})
         reason = self._ending or "detached"
