@@ -8,8 +8,8 @@ that the error is divided by. The order matters:
     scale, grid  else the larger of the two by remainder split, when >= half,
     mixed        else.
 
-Operands are weighted by the KL that their error is predicted to make (Delta2) where replays measured it, and by
-their output error relative to the output where not.
+Operands are weighted by the KL that their error is predicted to make (Delta2) where it was measured and replays say
+that the prediction holds, and by their output error relative to the output where not.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ from mxprobe.trace import Trace
 from mxprobe_kernels.formats import Rule
 
 from .rollouts import Sides, both_sides
-from .sensitivity import MIN_MICROBATCHES, operand_sensitivity
+from .sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -250,8 +250,11 @@ def _operand_sums(trace: Trace, forward: _Forward, recipes: tuple[tuple[str, str
 
 
 def _delta2(trace: Trace, axes: _Axes) -> Array | None:
-    """[M, R], or None where fewer microbatches were replayed than an order of operands takes."""
-    rows = operand_sensitivity(trace.sensitivity())
+    """[M, R], or None where too few microbatches were replayed, or no replay says that first order holds here."""
+    sensitivity = trace.sensitivity()
+    if not is_valid(validity(sensitivity, trace.replays())):
+        return None
+    rows = operand_sensitivity(sensitivity)
     rows = rows[rows["n_microbatches"] >= MIN_MICROBATCHES]
     known = axes.module(rows) >= 0
     if not known.any():

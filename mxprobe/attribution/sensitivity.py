@@ -87,3 +87,8 @@ def validity(sensitivity: pd.DataFrame, replays: pd.DataFrame) -> pd.DataFrame:
     ratio = frame["predicted_kl"] / frame["replayed_kl"].where(frame["replayed_kl"] > 0)
     is_valid = ratio.between(0.5, 2.0) & (frame["replayed_kl"] < 0.1)
     return frame.assign(ratio=ratio, is_valid=is_valid).reset_index(names="step")
+
+
+def is_valid(checked: pd.DataFrame) -> bool:
+    """Whether more than half of the rows of `validity` hold; False where nothing was replayed."""
+    return bool(len(checked)) and float(checked["is_valid"].mean()) > 0.5

@@ -84,8 +84,8 @@ def _snippet(
 
 
 _WEIGHTED_BY = {
-    False: "Layers are weighted by their relative output error; how sensitive the policy is to each was not measured "
-    "(attach with --sensitivity-every).",
+    False: "Layers are weighted by their relative output error; how sensitive the policy is to each was not measured, "
+    "or not confirmed by replays (attach with --sensitivity-every and --replay-every).",
     True: "Layers are weighted by the KL that their error is predicted to make, to first order, in training batches.",
 }
 

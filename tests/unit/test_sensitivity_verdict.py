@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mxprobe.attribution.component import OperandErrors, groups, name_component, operand_errors, where
-from mxprobe.attribution.measured import OperandSums
+from mxprobe.attribution.measured import OperandSums, measure
 from mxprobe.attribution.sensitivity import MIN_MICROBATCHES
 from mxprobe.attribution.thresholds import Thresholds
 from mxprobe.schema import TABLES, Component, Phase, Role
@@ -58,29 +58,40 @@ def test_an_operand_without_a_sensitivity_counts_like_the_median_one():
     assert judged(sensitive(np.nan, 3.0)) == judged(None)
 
 
-def write_sensitivities(directory: Path, n_microbatches: int) -> Path:
-    """A trace of one module with its sensitivities and the outputs and operands that `measure` wants."""
+def write_sensitivities(directory: Path, n_microbatches: int, replayed_kl: float | None) -> Path:
+    """A trace of one module that predicts a KL of .05, with the operands that `measure` wants."""
     with TraceWriter(directory, {"config": {"rule": "rceil"}}) as writer:
         for i in range(n_microbatches):
             row: dict[str, Any] = dict.fromkeys((name for name, _ in TABLES["sensitivity"]), 0)
             row |= {"step": 10 * i, "module": MODULES[0], "role": "x_fwd", "component": "total"}
-            row |= {"format": "mxfp4", "rule": "rceil", "n_tokens": 100.0, "n_samples": 4, "sum_delta2": 50.0}
+            row |= {"format": "mxfp4", "rule": "rceil", "n_tokens": 100.0, "n_samples": 4, "sum_delta2": 10.0}
             writer.append("sensitivity", {name: [value] for name, value in row.items()})
             tensor: dict[str, Any] = {"step": 10 * i, "module": MODULES[0], "role": Role.X_FWD.value, "phase": "train"}
             tensor |= {"format": "mxfp4", "rule": "rceil", "out_ref2": 1.0, "out_e2": 0.1}
             writer.append("tensors", {name: [value] for name, value in tensor.items()})
+            if replayed_kl is not None:
+                arm = {"step": 10 * i, "arm": "q", "sum_kl": replayed_kl * 100.0, "n_tokens": 100.0}
+                writer.append("replays", {name: [value] for name, value in arm.items()})
     return directory
 
 
-@pytest.mark.parametrize("n_microbatches", [MIN_MICROBATCHES - 1, MIN_MICROBATCHES])
-def test_they_are_read_from_the_trace_once_there_are_enough(n_microbatches: int, tmp_path: Path):
-    from mxprobe.attribution.measured import measure
-
-    operands = measure(open_trace(write_sensitivities(tmp_path / "t", n_microbatches))).operands
+@pytest.mark.parametrize(
+    ("n_microbatches", "replayed_kl", "counts"),
+    [
+        (MIN_MICROBATCHES, 0.06, True),
+        (MIN_MICROBATCHES - 1, 0.06, False),
+        (MIN_MICROBATCHES, 0.5, False),  # the prediction does not hold
+        (MIN_MICROBATCHES, None, False),  # nobody has checked it
+    ],
+)
+def test_they_count_once_there_are_enough_and_replays_agree(
+    n_microbatches: int, replayed_kl: float | None, counts: bool, tmp_path: Path
+):
+    operands = measure(open_trace(write_sensitivities(tmp_path / "t", n_microbatches, replayed_kl))).operands
     assert operands is not None
-    if n_microbatches < MIN_MICROBATCHES:
+    if not counts:
         assert operands.delta2 is None
     else:
         assert operands.delta2 is not None
-        assert operands.delta2[0, 0] == pytest.approx(0.5)
+        assert operands.delta2[0, 0] == pytest.approx(0.1)
         assert np.isnan(operands.delta2[0, 1])
