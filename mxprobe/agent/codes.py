@@ -31,6 +31,7 @@ between neighbouring steps of a small learning rate the weights differ by less t
 _SHARP_FRAC = 1e-9
 _PROBE_ROWS = 16
 EVENT = "weight_sync"
+_UNKNOWN = "unknown"
 
 
 class Version(NamedTuple):
@@ -120,7 +121,7 @@ class WeightHistory:
         versions = [_current(snapshot), *(v for v in self.versions(snapshot.module) if v.step < snapshot.step)]
         fit = self._fit(snapshot, versions, recipe, exact=exact)
         if fit is None:
-            return Finding(None, self._tell(snapshot, "unknown", self._unknown(snapshot, versions, step_base)))
+            return Finding(None, self._unknown(snapshot, versions, step_base))
         self._recipe[snapshot.module] = fit.recipe
         used = versions[fit.version]
         lag = snapshot.step - used.step
@@ -144,7 +145,8 @@ class WeightHistory:
         stack = _Stack(snapshot, versions)
         if not exact:
             known = self._recipe.get(snapshot.module)
-            return stack.find([r for r in (known, recipe) if r is not None])
+            likely = [r for r in (known, recipe) if r is not None]
+            return stack.find(likely, thorough=self._state.get(snapshot.module) != _UNKNOWN)
         fits = stack.fits(recipe)
         current, best = fits[0], min(fits)
         if best <= _SHARP_FRAC and best < SHARPER * current:
@@ -152,19 +154,24 @@ class WeightHistory:
         return Fit(0, recipe, current)
 
     def _unknown(self, snapshot: Snapshot, versions: list[Version], step_base: int) -> str:
-        if _is_reordered(snapshot):
-            return "rollout computes with the current weights, their output features in another order"
-        if _is_transposed(snapshot):
-            return "rollout computes with the transpose of the current weights"
+        """The event of a module whose weights no version explains; "" if it was told, or while none is kept."""
         steps = [v.step for v in versions[1:]]
-        if not steps:
-            return "rollout does not compute with the current weights under any known recipe; no older ones are kept"
-        closest = versions[_Stack(snapshot, versions).closest()]
-        return (
-            f"rollout matches none of the last {len(steps)} versions kept, steps {step_base + min(steps)} to "
-            f"{step_base + max(steps)}, under any known recipe; closest is step {step_base + closest.step}. Weights "
-            "from before attach, of another model, or in a format that is not known here"
-        )
+        if self._state.get(snapshot.module) == _UNKNOWN:
+            return ""
+        if _is_reordered(snapshot):
+            detail = "rollout computes with the current weights, their output features in another order"
+        elif _is_transposed(snapshot):
+            detail = "rollout computes with the transpose of the current weights"
+        elif not steps:
+            return ""
+        else:
+            closest = versions[_Stack(snapshot, versions).closest()]
+            detail = (
+                f"rollout matches none of the last {len(steps)} versions kept, steps {step_base + min(steps)} to "
+                f"{step_base + max(steps)}, under any known recipe; closest is step {step_base + closest.step}. "
+                "Weights from before attach, of another model, or in a format that is not known here"
+            )
+        return self._tell(snapshot, _UNKNOWN, detail)
 
 
 def _current(snapshot: Snapshot) -> Version:
@@ -186,9 +193,10 @@ class _Stack:
         self._y = torch.stack([y if v.bias is None else y - v.bias.double() for v in versions], 1)
         """[R, V, F]"""
 
-    def find(self, first: list[Recipe]) -> Fit | None:
-        """The version and recipe that fit to 1e-5, of several the newest; None."""
-        for recipe in dict.fromkeys((*first, *candidates(None))):
+    def find(self, first: list[Recipe], *, thorough: bool) -> Fit | None:
+        """The version and recipe that fit to 1e-5, of several the newest; None. Not thorough: by plain rules only."""
+        others = candidates(None) if thorough else ((NONE, NONE), *((rule, rule) for rule in RULES))
+        for recipe in dict.fromkeys((*first, *others)):
             if "nvfp4" in recipe:
                 continue  # its tensor scale is that of the whole W, which is not kept
             if min(self.fits(recipe, _PROBE_ROWS)) <= EXACT_FRAC:

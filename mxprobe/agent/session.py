@@ -296,10 +296,11 @@ class Session:
 
     def _begin_step(self) -> None:
         clock = self._clock
-        if self.role == "trainer" and self._schedule.is_near(clock.step, RECENT):
+        busy = self.worker.backlog > 0
+        if self.role == "trainer" and not busy and self._schedule.is_near(clock.step, RECENT):
             copies = copy_versions(clock.step, {name: probe.module for name, probe in self._probes.items()})
             self.worker.put(lambda: self.worker.keep_versions(copies))
-        self._schedule.plan(clock, busy=self.worker.backlog > 0)
+        self._schedule.plan(clock, busy=busy)
         self._replays.plan()
         if not (clock.probed or clock.only_outputs):
             return
