@@ -109,6 +109,8 @@ def clean_stale() -> list[Path]:
     """Remove what controllers and listeners that were killed left behind; returns what was removed."""
     removed: list[Path] = []
     for directory in _directories(unfinished=True):
+        if directory.name.startswith(_UNFINISHED) and not _is_old(directory):
+            continue  # its maker may have the lock file, and not yet the lock
         lock = _try_lock(directory)
         if lock is None and not _abandoned(directory):
             continue
@@ -187,11 +189,14 @@ def _in_use(directory: Path) -> bool:
 
 def _abandoned(directory: Path) -> bool:
     """True for a directory whose maker was killed before it had a lock."""
+    return _is_old(directory) and not (directory / _LOCK).exists()
+
+
+def _is_old(directory: Path) -> bool:
     try:
-        old = time.time() - directory.stat().st_mtime > _UNFINISHED_S
+        return time.time() - directory.stat().st_mtime > _UNFINISHED_S
     except OSError:
         return False
-    return old and not (directory / _LOCK).exists()
 
 
 def _try_lock(directory: Path, *, create: bool = False) -> int | None:
