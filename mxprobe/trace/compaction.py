@@ -93,20 +93,21 @@ def _write_part(directory: Path, table: str, rank: int, batches: Iterator[Any], 
     }
     pending: list[Any] = []
     n_pending = 0
-    with open(temporary, "wb") as file:
-        with pq.ParquetWriter(file, table_schema(table), **options) as writer:
-            for batch in batches:
-                pending.append(batch)
-                n_pending += batch.num_rows
-                if n_pending >= ROWS_PER_GROUP:
+    with layout.removed_on_error(temporary):
+        with open(temporary, "wb") as file:
+            with pq.ParquetWriter(file, table_schema(table), **options) as writer:
+                for batch in batches:
+                    pending.append(batch)
+                    n_pending += batch.num_rows
+                    if n_pending >= ROWS_PER_GROUP:
+                        writer.write_table(conform(pa.Table.from_batches(pending), table))
+                        pending, n_pending = [], 0
+                if pending:
                     writer.write_table(conform(pa.Table.from_batches(pending), table))
-                    pending, n_pending = [], 0
-            if pending:
-                writer.write_table(conform(pa.Table.from_batches(pending), table))
-            writer.add_key_value_metadata({BATCHES_KEY: str(max(stream.n_batches - covered, 0)).encode()})
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, final)
+                writer.add_key_value_metadata({BATCHES_KEY: str(max(stream.n_batches - covered, 0)).encode()})
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, final)
     _sync_directory(final.parent)
 
 

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,29 @@ def looks_like_trace(directory: Path) -> bool:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Replace a JSON file at once: readers see the old one or the new one, after a power cut too."""
+    """Replace a JSON file at once: readers see the old one or the new one, after a power cut too.
+
+    Raises:
+        OSError: not written; the old file is as it was.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1, default=str)  # ASCII: command lines may hold lone surrogates
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with removed_on_error(temporary):
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1, default=str)  # ASCII: command lines may hold lone surrogates
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+@contextmanager
+def removed_on_error(temporary: Path) -> Generator[None, None, None]:
+    """A file that could not be finished goes: on a full disk it would hold what the rest needs."""
+    try:
+        yield
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def lock_writer(directory: Path) -> int | None:

@@ -85,13 +85,20 @@ class TraceWriter:
             self._write(descriptor, batch.serialize(), table)
 
     def update_run(self, **fields: Any) -> None:
-        """Set fields of `run.json`; the file is replaced at once."""
+        """Set fields of `run.json`; the file is replaced at once. TraceError if the disk takes no more."""
         with self._mutex:
             self._run.update(fields)
-            layout.write_json(self.directory / layout.RUN_FILE, self._run)
+            try:
+                layout.write_json(self.directory / layout.RUN_FILE, self._run)
+            except OSError as error:
+                raise self._refused(f"cannot write {layout.RUN_FILE}", error) from None
 
     def close(self) -> None:
-        """Compact the live files to Parquet, remove them, mark the trace complete. A second call does nothing."""
+        """Compact the live files to Parquet, remove them, mark the trace complete. A second call does nothing.
+
+        Raises:
+            TraceError: the disk takes no more; what is not compacted stays in the live files.
+        """
         with self._mutex:
             if self._closed:
                 return
@@ -103,6 +110,8 @@ class TraceWriter:
                 compact_live(self.directory)
                 self._run["closed_ns"] = time.time_ns()
                 layout.write_json(self.directory / layout.RUN_FILE, self._run)
+            except OSError as error:
+                raise self._refused("cannot turn the live files into Parquet", error) from None
             finally:
                 os.close(self._lock_descriptor)
 
@@ -124,6 +133,13 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _refused(self, what: str, error: OSError) -> TraceError:
+        return TraceError(
+            f"{self.directory}: {what}: {error.strerror or error}",
+            cause="the disk or the quota is full",
+            remedy="free some space; every row written before is readable in the live files, as they are",
+        )
 
     def _open(self, table: str, rank: int) -> int:
         path = layout.live_path(self.directory, table, rank)

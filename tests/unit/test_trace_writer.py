@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,6 +16,7 @@ import pytest
 from mxprobe.errors import EXIT_TRACE, TraceError
 from mxprobe.schema import DELTA_BINS, TABLES
 from mxprobe.trace import TraceWriter, layout, open_trace
+from mxprobe.trace.compaction import compact
 
 NAMES = ["model.layers.0.mlp.up_proj", "größe[bold]", "模型.层", "a\u0000b", "x" * 300, "</script>", ""]
 
@@ -153,24 +156,51 @@ def test_update_run_replaces_the_file_at_once(directory: Path) -> None:
         assert open_trace(directory).run["cmdline"] == ["python", "\udcff.py"]
 
 
-def test_a_full_disk_keeps_what_was_written(directory: Path) -> None:
-    """RLIMIT_FSIZE stands in for a full disk: the kernel takes part of the batch, then refuses."""
-    writer = TraceWriter(directory, {})
-    writer.append("events", event(1))
-    size = os.stat(layout.live_path(directory, "events", 0)).st_size
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Generator[None, None, None]:
+    """RLIMIT_FSIZE stands in for a full disk: the kernel takes part of what is written, then refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
-        with pytest.raises(TraceError, match="cannot write to table events"):
-            writer.append("events", event(2))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_keeps_what_was_written(directory: Path) -> None:
+    writer = TraceWriter(directory, {})
+    writer.append("events", event(1))
+    size = os.stat(layout.live_path(directory, "events", 0)).st_size
+    with files_of_at_most(size + 100), pytest.raises(TraceError, match="cannot write to table events"):
+        writer.append("events", event(2))
     writer.append("events", event(3))
     assert open_trace(directory).events()["step"].tolist() == [1, 3]
     writer.close()
     assert open_trace(directory).events()["step"].tolist() == [1, 3]
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_live_rows(directory: Path) -> None:
+    writer = TraceWriter(directory, {})
+    writer.append("events", event(1))
+    with files_of_at_most(100), pytest.raises(TraceError, match="File too large") as caught:
+        writer.close()
+    assert caught.value.exit_code == EXIT_TRACE
+    assert "live" in (caught.value.remedy or "")
+    assert not list(directory.rglob("*.tmp"))
+    assert open_trace(directory).events()["step"].tolist() == [1]
+    compact(directory)
+    assert open_trace(directory).events()["step"].tolist() == [1]
+
+
+def test_a_full_disk_refuses_the_run_file_in_words(directory: Path) -> None:
+    writer = TraceWriter(directory, {"a": 1})
+    with files_of_at_most(10), pytest.raises(TraceError, match="cannot write run"):
+        writer.update_run(a=2)
+    assert open_trace(directory).run["a"] == 1
+    assert not list(directory.glob("*.tmp"))
+    writer.close()
 
 
 def test_no_rows_make_no_file(directory: Path) -> None:
