@@ -118,7 +118,7 @@ def _corrections(recommendation: Recommendation) -> Table:
     table.add_column("correction", no_wrap=True)
     for name in ("gain [95 %]", "held", "recovery", "cost"):
         table.add_column(escape(name), justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("")  # the one that wraps where the terminal is narrow: no number may be cut off
     tiers = {score.correction: score.tier for score in recommendation.corrections}
     last = [name for name, tier in tiers.items() if tier == 1][-1:]
     for score in recommendation.corrections:

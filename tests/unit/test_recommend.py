@@ -73,6 +73,15 @@ def test_the_answer_fits_one_screen(recommendation: Recommendation) -> None:
     assert "predicted:" in text
 
 
+def test_no_number_is_cut_off_on_a_narrow_terminal(recommendation: Recommendation) -> None:
+    worse = replace(recommendation.corrections[0], gain=-0.09, gain_low=-0.16, gain_high=-0.02, held_out_gain=-0.11)
+    curing = [replace(score, cures=True) for score in recommendation.corrections]
+    text = rendered(replace(recommendation, corrections=(worse, *curing)))
+    assert "…" not in text
+    assert re.search(r"-0\.09 \[-0\.16, -0\.02\] +-0\.11", text)
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
 def test_explain_shows_everything(recommendation: Recommendation) -> None:
     text = re.sub(r"\s+", " ", rendered(recommendation, explain=True, with_snippet=True))
     for evidence in recommendation.evidence:
