@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mxprobe.errors import EXIT_BREACHED, UsageError
+from mxprobe.printable import printable
 
 if TYPE_CHECKING:
     from mxprobe.checks import CheckResult, Finding
@@ -75,7 +76,7 @@ def _print(result: CheckResult) -> None:
             click.echo(f"ok    {limit}  {_worst(findings)}")
         failures.sort(key=lambda finding: -finding.value if isinstance(finding.value, float) else 0.0)
         for finding in failures[:_SHOWN_PER_LIMIT]:
-            click.echo(f"        {sentence(finding).partition(': ')[2]}")
+            click.echo(f"        {printable(sentence(finding).partition(': ')[2])}")
         if len(failures) > _SHOWN_PER_LIMIT:
             click.echo(f"        and {len(failures) - _SHOWN_PER_LIMIT} more; --json lists all")
     click.echo("all limits hold" if result.passed else f"{len(result.failures)} breached or not checked")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from mxprobe.errors import UsageError
+from mxprobe.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     from mxprobe.comparison import Comparison
     from mxprobe.comparison.levels import ErrorChange, SignalChange
     from mxprobe.comparison.provenance import ConfigChange
+    from mxprobe.trace import Trace
 
 _ERRORS_SHOWN = 12
 _LONGEST_VALUE = 60
@@ -28,8 +34,14 @@ _LONGEST_VALUE = 60
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.compare/1) on standard output.")
 @click.option("--all", "show_all", is_flag=True, help="Show every error that both runs measured, clear or not.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write it to this file, too, as one offline HTML page with the curves of both runs.",
+)
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="Take [verdict] from this file.")
-def command(a: Path, b: Path, as_json: bool, show_all: bool, config: Path | None) -> None:
+def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None, config: Path | None) -> None:
     """Say what changed from run A to run B: settings, errors, reward, and whether a correction did what A predicted.
 
     Both are aligned by step. Intervals are 95 % and respect that neighbouring steps are alike.
@@ -39,26 +51,42 @@ def command(a: Path, b: Path, as_json: bool, show_all: bool, config: Path | None
     from mxprobe.trace import open_trace
 
     thresholds = load(config=config, sections=("verdict",)).thresholds()
-    comparison = compare(open_trace(a), open_trace(b), thresholds)
+    traces = open_trace(a), open_trace(b)
+    comparison = compare(*traces, thresholds)
+    if output is not None:
+        _write_page(*traces, comparison, output)
     for warning in comparison.alignment.warnings:
-        click.echo(f"note: {warning}", err=True)
+        click.echo(f"note: {printable(warning)}", err=True)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
     else:
         show(comparison, show_all=show_all)
 
 
+def _write_page(a: Trace, b: Trace, comparison: Comparison, path: Path) -> None:
+    from mxprobe_reports import write_comparison
+
+    try:
+        write_comparison(a, b, comparison, path, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}",
+            cause="the directory does not exist, or is not writable",
+            remedy="name another file with -o",
+        ) from None
+    click.echo(f"page: {path}", err=True)
+
+
 def show(comparison: Comparison, *, show_all: bool = False, console: Console | None = None) -> None:
     """Print a comparison to standard output, or to the console given."""
     from rich.console import Console
-    from rich.markup import escape
 
     out = console or Console(highlight=False)
     steps = comparison.alignment.a
     aligned = f"steps {steps.first} to {steps.last} of both" if comparison.alignment.is_aligned else "each over its own"
-    out.print(f"A  {escape(comparison.a)}\nB  {escape(comparison.b)}  ({aligned})\n", soft_wrap=True)
-    out.print(f"[bold]{escape(comparison.headline)}[/]\n")
-    out.print(escape(comparison.prediction.text))
+    out.print(f"A  {_escape(comparison.a)}\nB  {_escape(comparison.b)}  ({aligned})\n", soft_wrap=True)
+    out.print(f"[bold]{_escape(comparison.headline)}[/]\n")
+    out.print(_escape(comparison.prediction.text))
     if comparison.config:
         out.print("\n[bold]What was different[/]")
         out.print(_config(comparison.config))
@@ -81,11 +109,9 @@ def _print_errors(errors: Sequence[ErrorChange], out: Console, *, show_all: bool
 
 
 def _config(changes: Sequence[ConfigChange]) -> Table:
-    from rich.markup import escape
-
     table = _table("", "A", "B", "from")
     for change in changes:
-        table.add_row(*map(escape, (change.name, _cut(change.a), _cut(change.b), change.origin)))
+        table.add_row(*map(_escape, (change.name, _cut(change.a), _cut(change.b), change.origin)))
     return table
 
 
@@ -96,13 +122,11 @@ def _signals(changes: Sequence[SignalChange]) -> Table:
         interval = rf"{each.change.difference:+.3g} \[{low:+.3g}, {high:+.3g}]"
         style = "bold" if each.change.is_clear else None
         cells = (f"{each.a.mean:.4g}", f"{each.b.mean:.4g}", interval, each.trend_a, each.trend_b)
-        table.add_row(each.metric, *cells, style=style)
+        table.add_row(_escape(each.metric), *cells, style=style)
     return table
 
 
 def _errors(changes: Sequence[ErrorChange]) -> Table:
-    from rich.markup import escape
-
     table = _table("", "operand", "modules", "phase", "A", "B", "B / A [95 %]", right=(4, 5, 6))
     for each in changes:
         ratio = (
@@ -110,7 +134,7 @@ def _errors(changes: Sequence[ErrorChange]) -> Table:
         )
         cells = (each.measure.replace("_", " "), each.role, each.kind, each.phase)
         table.add_row(
-            *map(escape, cells), _level(each.a), _level(each.b), ratio, style="bold" if each.is_clear else None
+            *map(_escape, cells), _level(each.a), _level(each.b), ratio, style="bold" if each.is_clear else None
         )
     return table
 
@@ -131,3 +155,10 @@ def _level(value: float) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+
+
+def _escape(text: str) -> str:
+    """Neither markup to rich nor commands to the terminal."""
+    from rich.markup import escape
+
+    return escape(printable(text, keep="\n"))

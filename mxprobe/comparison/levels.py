@@ -78,7 +78,7 @@ class SignalChange:
 def error_changes(a: Trace, b: Trace, alignment: Alignment) -> tuple[ErrorChange, ...]:
     """By phase and role, then by kind of module, in the order of the model."""
     found: list[ErrorChange] = []
-    series = [dict(_all_series(trace, steps, alignment)) for trace, steps in ((a, alignment.a), (b, alignment.b))]
+    series = [dict(error_series(trace, steps, alignment)) for trace, steps in ((a, alignment.a), (b, alignment.b))]
     for key, values in series[0].items():
         if key in series[1]:
             found.append(_error_change(key, values, series[1][key], paired=alignment.is_aligned))
@@ -101,7 +101,7 @@ def ratio_of_levels(a: pd.Series, b: pd.Series, *, paired: bool) -> tuple[float,
 def signal_changes(a: Trace, b: Trace, alignment: Alignment) -> tuple[SignalChange, ...]:
     """Metrics that both runs logged, the telling ones first."""
     found: list[SignalChange] = []
-    series = [_signals(trace, steps) for trace, steps in ((a, alignment.a), (b, alignment.b))]
+    series = [signal_series(trace, steps) for trace, steps in ((a, alignment.a), (b, alignment.b))]
     quarters = (alignment.a.last_quarter, alignment.b.last_quarter)
     for metric in METRICS_SHOWN:
         if metric not in series[0] or metric not in series[1]:
@@ -127,7 +127,7 @@ def _pair(a: pd.Series, b: pd.Series) -> tuple[Array, Array]:
     return np.interp(steps, a.index.to_numpy(dtype=float), a.to_numpy(dtype=float)), b.to_numpy(dtype=float)
 
 
-def _all_series(trace: Trace, steps: Steps, alignment: Alignment) -> Iterator[tuple[_Key, pd.Series]]:
+def error_series(trace: Trace, steps: Steps, alignment: Alignment) -> Iterator[tuple[_Key, pd.Series]]:
     tensors = _selected(trace.table("tensors", _OPERAND_COLUMNS), steps, alignment)
     outputs = _selected(trace.outputs(), steps, alignment)
     yield from _realised(outputs)
@@ -175,7 +175,7 @@ def _error_change(key: _Key, a: pd.Series, b: pd.Series, *, paired: bool) -> Err
     return ErrorChange(measure, kind, role, phase, level_a, level_b, ratio, low, high, min(a.size, b.size))
 
 
-def _signals(trace: Trace, steps: Steps) -> dict[str, pd.Series]:
+def signal_series(trace: Trace, steps: Steps) -> dict[str, pd.Series]:
     """Metric -> values by step; of several keys of one metric the first one logged."""
     rows = steps.rows(trace.signals())
     rows = rows[np.isfinite(rows["value"].to_numpy(dtype=float))]

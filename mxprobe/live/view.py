@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mxprobe.attribution.trends import mann_kendall
+from mxprobe.printable import printable
 
 from .controls import HELP, Controls
 from .state import METRICS, MISMATCH, LiveState
@@ -58,7 +59,7 @@ def render(
     controls.offset = min(controls.offset, max(len(layers) - room, 0))
     shown = layers.iloc[controls.offset : controls.offset + room]
     lines: list[RenderableType] = [_title(state, controls, name, status), symptoms, _layers(shown, controls, width)]
-    lines += [Text(event, style="dim", no_wrap=True, overflow="ellipsis") for event in state.events]
+    lines += [Text(printable(event), style="dim", no_wrap=True, overflow="ellipsis") for event in state.events]
     lines.append(_footer(state, controls, len(layers)))
     return Group(*lines)
 
@@ -78,7 +79,7 @@ def plain_line(state: LiveState) -> str:
     parts.append(f"dropped {state.n_dropped}")
     if state.n_errors:
         parts.append(f"errors {state.n_errors}")
-    return "  ".join(_printable(part) for part in parts)
+    return "  ".join(printable(part) for part in parts)
 
 
 def select_layers(table: pd.DataFrame, controls: Controls) -> pd.DataFrame:
@@ -117,7 +118,7 @@ def _title(state: LiveState, controls: Controls, name: str, status: str) -> Text
         title.append("PAUSED", style="bold reverse")
         title.append("  ")
     title.append("mxprobe live", style="bold")
-    title.append(f"  {_printable(name)}")
+    title.append(f"  {printable(name)}")
     step = "no step yet" if state.last_step is None else f"step {state.last_step}"
     rate = "" if state.steps_per_s is None else f" · {state.steps_per_s:.2g} steps/s"
     title.append(f"  {step}{rate} · {status}")
@@ -162,7 +163,7 @@ def _layers(rows: pd.DataFrame, controls: Controls, width: int) -> Table:
         )
     table.expand = True
     for record in rows.to_dict("records"):
-        record["module"] = _tail(_printable(str(record["module"])), max(room, _SHORTEST_NAME))
+        record["module"] = _tail(printable(str(record["module"])), max(room, _SHORTEST_NAME))
         table.add_row(*(_cell(key, record[key]) for key, *_ in shown))
     return table
 
@@ -175,12 +176,14 @@ def _cell(key: str, value: object) -> str:
         if key in ("rollout", "train") and value < NEGLIGIBLE:
             return "exact"
         return _percent(value) if key == "zeros" else _number(value)
-    return escape(_printable(str(value)))
+    return escape(printable(str(value)))
 
 
 def _footer(state: LiveState, controls: Controls, n_layers: int) -> Text:
     if controls.typing is not None:
-        return Text(f"filter: {controls.typing}_   (enter applies, escape leaves)", style="bold", no_wrap=True)
+        return Text(
+            f"filter: {printable(controls.typing)}_   (enter applies, escape leaves)", style="bold", no_wrap=True
+        )
     parts = [f"overhead {_percent(state.overhead_frac)}", f"dropped {state.n_dropped}", f"errors {state.n_errors}"]
     if state.coverage is not None:
         parts.append(f"GEMM work seen {_percent(state.coverage)}")
@@ -206,8 +209,3 @@ def _percent(share: float | None) -> str:
 def _tail(name: str, width: int) -> str:
     """A long name by its end: the layers differ there, and in the number before it."""
     return name if len(name) <= width else f"…{name[1 - width :]}"
-
-
-def _printable(text: str) -> str:
-    """Names may hold anything; control characters would reach the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)

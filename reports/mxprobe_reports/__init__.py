@@ -1,7 +1,8 @@
 """Traces as pages: `mxprobe report`. Never imports torch, so that a report can be made on a laptop."""
 
+from .comparison_page import ComparisonPage, write_comparison
 from .inputs import Inputs
 from .report import Report, build_report, write_report
 from .rows import Rows
 
-__all__ = ["Inputs", "Report", "Rows", "build_report", "write_report"]
+__all__ = ["ComparisonPage", "Inputs", "Report", "Rows", "build_report", "write_comparison", "write_report"]

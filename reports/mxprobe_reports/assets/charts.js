@@ -63,7 +63,7 @@ function signalFigure(index) {
   if (signal.smooth) {
     data.push({ type: "scatter", mode: "lines", name: "each step", x: steps, y: raw, line: { color: t.faint, width: 1 }, opacity: 0.45, hoverinfo: "skip" });
     data.push(line(t, "running mean", steps, unpack(signal.smooth).values, t.ink, { mode: "lines" }));
-  } else data.push(line(t, signal.title, steps, raw, t.ink));
+  } else data.push(line(t, plain(signal.title), steps, raw, t.ink));
   if (signal.against) data.push(line(t, "B", unpack(signal.against.steps).values, unpack(signal.against.values).values, t.b, B_LINE(t)));
   const mark = (step, color, dash) => ({ type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, line: { color, width: 1.2, dash } });
   const label = (step, text, hovertext, color) => ({ x: step, y: 1, xref: "x", yref: "paper", yanchor: "bottom", text, hovertext, showarrow: false, font: { size: 10, color }, captureevents: true });
@@ -82,14 +82,21 @@ function signalFigure(index) {
 const EVENT_MARKS = { attached: "▸", detached: "◂", nonfinite: "∞", error: "!" };
 // One axis for all signals, so that what happened at a step stands in one place.
 function signalSteps() {
-  const ends = DATA.signals.flatMap((s) => { const steps = unpack(s.steps).values; return [steps[0], steps[steps.length - 1]]; });
+  const lines = DATA.signals.flatMap((s) => (s.against ? [s, s.against] : [s]));
+  const ends = lines.flatMap((s) => { const steps = unpack(s.steps).values; return [steps[0], steps[steps.length - 1]]; });
   return [Math.min(...ends), Math.max(...ends)];
 }
 function signalTable(index) {
   const signal = DATA.signals[index];
   const steps = unpack(signal.steps).values;
   const raw = unpack(signal.values).values;
-  return { head: ["step", signal.title], format: ["number", "number"], rows: Array.from(steps, (s, i) => [s, raw[i]]) };
+  if (!signal.against) return { head: ["step", signal.title], format: ["number", "number"], rows: Array.from(steps, (s, i) => [s, raw[i]]) };
+  const other = unpack(signal.against.steps).values;
+  const drawn = unpack(signal.against.values).values;
+  const a = new Map(Array.from(steps, (s, i) => [s, raw[i]]));
+  const b = new Map(Array.from(other, (s, i) => [s, drawn[i]]));
+  const rows = [...new Set([...steps, ...other])].sort((x, y) => x - y).map((s) => [s, a.has(s) ? a.get(s) : NaN, b.has(s) ? b.get(s) : NaN]);
+  return { head: ["step", signal.title, "B, as drawn"], format: ["number", "number", "number"], rows };
 }
 
 function measure(key) {
