@@ -44,6 +44,7 @@ _OBSERVE_MARGIN_S = 15.0
 _LEAVE_TIMEOUT_S = 60.0
 _GOODBYE_S = 5.0
 _EXIT_GRACE_S = 2.0
+_DYING_S = 1.0
 
 
 class Saying(Protocol):
@@ -284,8 +285,7 @@ class Controller:
             case AgentGone(detail):
                 self._agent = None
                 if self._detached is None:
-                    alive = self._process.is_same_and_alive()
-                    self._end("agent_lost" if alive else "target_exited", detail)
+                    self._end("agent_lost" if self._lives_on() else "target_exited", detail)
             case WriteFailed(error):
                 self._error = error
                 self._end("write_failed", str(error))
@@ -322,6 +322,15 @@ class Controller:
         if reason == "detached":
             reason = "interrupted"
         return refuse(reason, pid, self._ending_detail, seconds=self._config.step_timeout_s)
+
+    def _lives_on(self) -> bool:
+        """False if the process is gone, or ends in a moment: the kernel closes its connections before it is dead."""
+        deadline = time.monotonic() + _DYING_S
+        while self._process.is_same_and_alive():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.02)
+        return False
 
     def _check_target(self) -> None:
         if self._agent is None and self._phase != "entering":
