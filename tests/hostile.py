@@ -9,7 +9,7 @@ MODULES = (
     "[bold]mlp[up][/]",
     "\"><img src=x onerror='window.hit = 1'>",
     "a" * 300,
-    "слой.0\x1b[2J.注意力%s{x}",
+    "слой.0.注意\x1b[2J力%s{x}",
     "mlp.up-proj",  # slugs as the next one does
     "mlp-up.proj",
 )

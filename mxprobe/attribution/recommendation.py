@@ -1,5 +1,6 @@
 """The outcome of `mxprobe recommend`, as plain data. `docs/recommend-json.md` documents its JSON."""
 
+import html
 import math
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
@@ -142,6 +143,23 @@ class Recommendation:
         for score in data["corrections"]:
             score["named"] = score["correction"] in self.chosen
         return {"schema": JSON_SCHEMA, "verdict": data.pop("verdict"), "plain_words": self.plain_words, **data}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the headline, what is named and how sure that is."""
+        agreement = "unknown" if self.agreement.value is None else f"{self.agreement.value:.2f}"
+        rows = "".join(
+            f"<tr><td>{html.escape(score.correction)}</td><td>{score.gain:.2f}</td>"
+            f"<td>[{score.gain_low:.2f}, {score.gain_high:.2f}]</td><td>{score.cost_gemm:g}</td></tr>"
+            for score in self.corrections
+            if score.correction in self.chosen
+        )
+        head = "<tr><th>enable</th><th>gain</th><th>95 %</th><th>extra GEMM passes</th></tr>"
+        return (
+            f"<p><b>{html.escape(self.plain_words)}</b>: {html.escape(self.headline)}</p>"
+            f"<p>resample agreement {agreement} (n = {self.agreement.n})</p>"
+            + (f"<table>{head}{rows}</table>" if rows else "")
+            + f"<p>What would change this: {html.escape(self.what_would_change)}</p>"
+        )
 
 
 def _plain(value: Any) -> Any:

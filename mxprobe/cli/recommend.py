@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mxprobe.errors import UsageError
+from mxprobe.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +52,7 @@ def command(trace: Path, as_json: bool, explain: bool, framework: str | None, ov
     thresholds = load(sections=("verdict",)).thresholds().replace(**dict(_parse(text) for text in overrides))
     recommendation = recommend(opened, thresholds, framework=framework)
     for problem in opened.problems:
-        click.echo(f"note: {problem}", err=True)
+        click.echo(f"note: {printable(problem)}", err=True)
     if as_json:
         click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
     else:
@@ -63,14 +64,13 @@ def show(
 ) -> None:
     """Print a recommendation to standard output, or to the console given."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.padding import Padding
 
     out = console or Console(highlight=False)
     agreement, coverage = recommendation.agreement, recommendation.coverage
     words, headline = recommendation.plain_words, recommendation.headline
     title = headline if headline.casefold().startswith(words.casefold()) else f"{words.upper()}: {headline}"
-    out.print(f"[bold]{escape(title)}[/]\n")
+    out.print(f"[bold]{_escape(title)}[/]\n")
     stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
     seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
     out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work seen {seen}\n")
@@ -78,23 +78,23 @@ def show(
         if explain or item.name.startswith(_KEY_EVIDENCE):
             mark = {True: "yes", False: "no", None: ""}[item.holds]
             gate = "" if item.threshold is None else f" [dim](gate {item.threshold:.3g}{': ' if mark else ''}{mark})[/]"
-            out.print(Padding(f"[dim]{item.certainty}:[/] {escape(item.text)}{gate}", (0, 0, 0, 2)))
+            out.print(Padding(f"[dim]{item.certainty}:[/] {_escape(item.text)}{gate}", (0, 0, 0, 2)))
     if recommendation.corrections:
         out.print()
         out.print(_corrections(recommendation))
-    out.print(f"\n[bold]What would change this.[/] {escape(recommendation.what_would_change)}")
+    out.print(f"\n[bold]What would change this.[/] {_escape(recommendation.what_would_change)}")
     snippet = recommendation.snippet
     if snippet is not None:
         if with_snippet or snippet.text.count("\n") <= _SHORT_SNIPPET_LINES:
-            out.print(f"\n[bold]Snippet[/] ({escape(snippet.framework)}, {escape(snippet.language)})")
-            out.print(escape(snippet.text), soft_wrap=True)
+            out.print(f"\n[bold]Snippet[/] ({_escape(snippet.framework)}, {_escape(snippet.language)})")
+            out.print(_escape(snippet.text), soft_wrap=True)
         else:
-            how = f"mxprobe recommend TRACE --framework {escape(snippet.framework)}"
+            how = f"mxprobe recommend TRACE --framework {_escape(snippet.framework)}"
             out.print(f"\nThe code that switches it on: [bold]{how}[/]")
     if explain:
         out.print("\n[bold]Caveats[/]")
         for caveat in recommendation.caveats:
-            out.print(Padding(f"- {escape(caveat)}", (0, 0, 0, 2)))
+            out.print(Padding(f"- {_escape(caveat)}", (0, 0, 0, 2)))
         out.print("\n[bold]Thresholds[/]")
         out.print(Padding(", ".join(f"{k} = {v}" for k, v in vars(recommendation.thresholds).items()), (0, 0, 0, 2)))
     elif recommendation.caveats:
@@ -111,20 +111,19 @@ def _parse(text: str) -> tuple[str, float]:
 
 def _corrections(recommendation: Recommendation) -> Table:
     from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_CAPTION, caption_justify="left")
     table.add_column("correction", no_wrap=True)
     for name in ("gain [95 %]", "held", "recovery", "cost"):
-        table.add_column(escape(name), justify="right", no_wrap=True)
+        table.add_column(_escape(name), justify="right", no_wrap=True)
     table.add_column("")  # the one that wraps where the terminal is narrow: no number may be cut off
     tiers = {score.correction: score.tier for score in recommendation.corrections}
     last = [name for name, tier in tiers.items() if tier == 1][-1:]
     for score in recommendation.corrections:
         chosen = score.correction in recommendation.chosen
         cells = (
-            escape(score.correction),
+            _escape(score.correction),
             _gain(score),
             _two(score.held_out_gain),
             _two(score.recovery),
@@ -159,3 +158,10 @@ def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
     if score.tier == 2:
         words.append("other format")
     return ", ".join(words)
+
+
+def _escape(text: str) -> str:
+    """Neither markup to rich nor commands to the terminal."""
+    from rich.markup import escape
+
+    return escape(printable(text, keep="\n"))

@@ -1,5 +1,6 @@
 """B relative to A: what was different, what changed, and whether the correction did what was predicted."""
 
+import html
 import math
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -34,6 +35,23 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """JSON-ready: numbers that are not finite are null."""
         return {"schema": JSON_SCHEMA, **_plain(self)}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the headline, the prediction, and the metrics that changed clearly."""
+        rows = "".join(
+            f"<tr><td>{html.escape(each.metric)}</td><td>{each.a.mean:.4g}</td><td>{each.b.mean:.4g}</td>"
+            f"<td>{each.change.difference:+.3g} [{each.change.low:+.3g}, {each.change.high:+.3g}]</td></tr>"
+            for each in self.signals
+            if each.change.is_clear
+        )
+        n_clear = sum(each.is_clear for each in self.errors)
+        head = "<tr><th>metric</th><th>A</th><th>B</th><th>B − A [95 %]</th></tr>"
+        return (
+            f"<p><b>{html.escape(self.headline)}</b></p><p>{html.escape(self.prediction.text)}</p>"
+            f"<p>A {html.escape(self.a)}<br>B {html.escape(self.b)}</p>"
+            + (f"<table>{head}{rows}</table>" if rows else "")
+            + f"<p>{n_clear} of {len(self.errors)} errors changed clearly.</p>"
+        )
 
 
 def compare(a: Trace, b: Trace, thresholds: Thresholds | None = None) -> Comparison:

@@ -1,6 +1,9 @@
 """mxprobe.toml: precedence, sources, words for mistakes; `config show` and the defaults of `attach`."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -162,3 +165,27 @@ def test_a_broken_file_does_not_stop_commands_that_do_not_use_it(
     refused = CliRunner().invoke(main, ["attach", "1"])
     assert refused.exit_code == 2
     assert "is not TOML" in refused.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion_prints_the_script_that_the_page_names(shell: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "commands" / "config.md").read_text(encoding="utf-8")
+    assert f"_MXPROBE_COMPLETE={shell}_source mxprobe" in page
+    program = Path(sys.executable).with_name("mxprobe")
+    environment = {**os.environ, "_MXPROBE_COMPLETE": f"{shell}_source"}
+    script = subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout
+    assert f"_MXPROBE_COMPLETE={shell}_complete" in script
+    assert "mxprobe" in script
+
+
+def test_shell_completion_knows_commands_and_options() -> None:
+    program = Path(sys.executable).with_name("mxprobe")
+
+    def complete(*words: str) -> list[str]:
+        asked = {"_MXPROBE_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        done = subprocess.run([program], env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+        return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+    assert complete("mxprobe", "comp") == ["compare"]
+    assert "--follow" in complete("mxprobe", "export", "x", "--f")
+    assert complete("mxprobe", "export", "x", "--to", "tr") == ["trackio"]
