@@ -19,7 +19,9 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
         case Reason.NO_ROWS:
             return "Not enough evidence: the trace holds no realised output errors."
         case Reason.HIGH_PRECISION:
-            return f"Nothing is quantized here: {phases_seen(measured)} match high precision." + _would(decision)
+            return f"Nothing is quantized here: outputs in {phases_seen(measured)} match high precision." + _would(
+                decision
+            )
         case Reason.FEW_STEPS:
             return f"Not enough evidence: {measured.n_steps} probed steps, {thresholds.min_steps} are needed."
         case Reason.ONE_PHASE:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from mxprobe.attribution import Certainty, Recommendation, Thresholds, recommend
@@ -42,6 +44,12 @@ def judge(recorded: Callable[[Run], Path]) -> Callable[..., Recommendation]:
         return recommend(open_trace(recorded(run)), thresholds)
 
     return recommended
+
+
+def _columns(frame: pd.DataFrame) -> dict[str, list[Any]]:
+    """A frame's rows as the writer takes them: absent values are None, histograms left out."""
+    names = [name for name in frame.columns if name not in ("rank", "delta_hist", "code_hist")]
+    return {name: frame[name].astype(object).where(frame[name].notna(), None).tolist() for name in names}
 
 
 def evidence(recommendation: Recommendation, name: str):
@@ -110,6 +118,7 @@ def test_stale_weights_are_not_explained(judge: Callable[..., Recommendation], s
 def test_high_precision_gets_the_what_if_answer(judge: Callable[..., Recommendation]) -> None:
     answer = judge(replace(HIGH_PRECISION, outlier_gain=32.0))
     assert answer.verdict is Verdict.NOTHING_QUANTIZED
+    assert answer.headline.startswith("Nothing is quantized here: outputs in ")
     assert "MXFP4 would" in answer.headline
     assert "deadzone" in answer.headline
     assert answer.chosen == ()
@@ -135,12 +144,10 @@ def test_only_quantized_operands_are_blamed(tmp_path: Path, recorded: Callable[[
             copy = rows.assign(phase=phase, recipe_x="none", recipe_w=side, exact=True)
             error = 0.0 if side == "none" else 0.013
             copy = copy.assign(realised2=copy["ref2"] * error, predicted2=copy["ref2"] * error)
-            names = [name for name in copy.columns if name != "rank"]
-            writer.append("outputs", {name: copy[name].tolist() for name in names})
+            writer.append("outputs", _columns(copy))
         for table in ("tensors", "whatif", "modules"):
             frame = open_trace(directory).table(table)
-            names = [name for name in frame.columns if name not in ("rank", "delta_hist", "code_hist")]
-            writer.append(table, {name: frame[name].tolist() for name in names})
+            writer.append(table, _columns(frame))
     answer = recommend(open_trace(tmp_path / "other"), QUICK)
     assert answer.verdict is Verdict.ENABLE
     assert {group.role for group in answer.where} == {Role.W_FWD}
@@ -198,8 +205,7 @@ def test_overlapping_gains_at_different_cost_are_undecided(tmp_path: Path, recor
     with TraceWriter(tmp_path / "other", {}) as writer:
         for table in ("tensors", "outputs", "whatif", "modules"):
             frame = trace.table(table)
-            names = [name for name in frame.columns if name not in ("rank", "delta_hist", "code_hist")]
-            writer.append(table, {name: frame[name].tolist() for name in names})
+            writer.append(table, _columns(frame))
             if table == "whatif":
                 noise = rng.uniform(0.7, 1.3, len(frame))
                 rival = frame.assign(
@@ -207,7 +213,7 @@ def test_overlapping_gains_at_different_cost_are_undecided(tmp_path: Path, recor
                     out_e2=frame["out_e2"] * noise,
                     out_zeroed2=frame["out_zeroed2"] * 1.2,
                 )
-                writer.append(table, {name: rival[name].tolist() for name in names})
+                writer.append(table, _columns(rival))
     answer = recommend(open_trace(tmp_path / "other"), QUICK)
     assert answer.verdict is Verdict.UNDECIDED
     assert answer.chosen == ("of:0.5", "had:32")  # the larger recovery first
@@ -222,7 +228,7 @@ def test_agreement_falls_where_the_steps_disagree(tmp_path: Path, recorded: Call
         rollout = healthy["phase"] == "rollout"
         off = healthy["step"].isin([10, 20, 30]) & rollout
         rows = healthy.assign(realised2=healthy["realised2"].where(~off, healthy["realised2"] * 1.75))
-        writer.append("outputs", {name: rows[name].tolist() for name in rows.columns if name != "rank"})
+        writer.append("outputs", _columns(rows))
     answer = recommend(open_trace(tmp_path / "b"), Thresholds().replace(n_resamples=100))
     assert answer.agreement.value is not None
     assert 0.2 < answer.agreement.value < 0.95
