@@ -118,7 +118,7 @@ class Trace:
         found = list(self._problems)
         if self._is_live:
             found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
-        elif not self.is_complete:
+        elif not self.is_complete and (self.run or layout.live_files(self.directory)):
             found.append(f"The writer died before closing the trace; {self._last_row()}.")
         live = {table for table, _, _ in layout.live_files(self.directory)}
         for table in live:

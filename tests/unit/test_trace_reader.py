@@ -189,6 +189,12 @@ def test_a_half_written_run_file(abandoned: Path, tmp_path: Path) -> None:
         open_trace(alone)
 
 
+def test_nobody_is_called_dead_on_the_word_of_a_torn_run_file(abandoned: Path) -> None:
+    compact(abandoned)
+    (abandoned / "run.json").write_text("{")
+    assert [problem[:24] for problem in open_trace(abandoned).problems] == ["run.json is half written"]
+
+
 def test_a_missing_run_file(abandoned: Path) -> None:
     (abandoned / "run.json").unlink()
     trace = open_trace(abandoned)
