@@ -52,7 +52,10 @@ def _lines(status: dict[str, Any]) -> str:
     if status["last_step"] is not None:
         lines.append(f"  recorded   up to step {status['last_step']}, {status['n_rows']} rows")
     if agent.get("step_ns"):
-        lines.append(f"  overhead   {agent['probe_ns'] / agent['step_ns']:.2%} of the step time in our hooks")
+        in_hooks, beside = (agent[name] / agent["step_ns"] for name in ("probe_ns", "measure_ns"))
+        lines.append(
+            f"  overhead   {in_hooks:.2%} of the step time in our hooks, {beside:.1%} beside them in our own thread"
+        )
     if agent:
         lines.append(f"  lost       {agent.get('n_dropped', 0)} rows dropped, {agent.get('n_errors', 0)} errors")
     return "\n".join(lines)
