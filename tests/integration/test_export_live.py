@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from mxprobe.exporting import curves
 from mxprobe.trace import open_trace
+from tests.attach_targets import MXPROBE, mxprobe, training, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,3 +164,43 @@ def test_wandb_offline_and_a_writer_that_dies(writing: Writing, follow: object, 
     assert "the writer died" in stderr
     (log,) = (tmp_path / stdout.strip()).glob("*.wandb")
     assert b"signals/reward_mean" in log.read_bytes()
+
+
+@pytest.mark.slow
+def test_an_attached_trainer_is_followed_without_a_row_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real agent's order of rows is what settling rests on."""
+    pytest.importorskip("tensorboard")
+    trace = tmp_path / "run.mxprobe"
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen([*MXPROBE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        return started[-1]
+
+    with tempfile.TemporaryDirectory(prefix="mxp-", dir="/tmp") as base, training(tmp_path) as trainer:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        try:
+            attach = start("attach", str(trainer.pid), "-o", str(trace), "--every", "2", "--weights-every", "4")
+            until(lambda: (trace / "run.json").exists() or attach.poll() is not None, timeout_s=90)
+            assert attach.poll() is None, attach.communicate()
+            follower = start("export", str(trace), "--to", "tensorboard", "--follow", "-o", str(tmp_path / "runs"))
+            run = tmp_path / "runs" / "run"
+            wait_until(lambda: len({step for step, tag, _ in logged(run) if tag.endswith("/nmse")}) >= 3)
+            assert mxprobe("detach", trainer.pid).returncode == 0
+            attach.communicate(timeout=60)
+            _, stderr = follower.communicate(timeout=60)
+            assert follower.returncode == 0, stderr
+            assert "left out" not in stderr
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+    rows = logged(run)
+    read = {(step, tag): value for step, tag, value in rows}
+    assert len(read) == len(rows)
+    assert read == {key: pytest.approx(value, rel=1e-6) for key, value in expected(trace).items()}
