@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "report": "Write a trace as one offline HTML page.",
     "recommend": "Give the verdict, its evidence and a correction.",
     "compare": "Say what changed from one run to another, and whether the correction helped.",
+    "audit": "Say which modules are quantized on which side, by which rule, and what goes wrong.",
     "check": "Hold a trace against limits; exit 1 when one is breached.",
     "export": "Write all rows as CSV, JSON or Parquet, or hand them to an experiment tracker.",
     "live": "Watch a run that is being recorded, in this terminal.",

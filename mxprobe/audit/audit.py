@@ -1,0 +1,88 @@
+"""One trace, or two of the same model, as an audit: its modules by side, and what is found wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from mxprobe.trace import Trace
+
+from .modules import ModuleAudit, SideAudit, module_audits
+from .pitfalls import Finding, find_pitfalls
+
+JSON_SCHEMA = "mxprobe.audit/1"
+
+
+@dataclass(frozen=True)
+class Audit:
+    trainer: str
+    """Directory of the trace that the training side was read from."""
+    rollout: str
+    modules: tuple[ModuleAudit, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready data; numbers that are not finite as null."""
+        return {
+            "schema": JSON_SCHEMA,
+            "trainer": self.trainer,
+            "rollout": self.rollout,
+            "modules": [
+                {
+                    "module": m.module,
+                    "class_name": m.class_name,
+                    "dtype": m.dtype,
+                    "status": m.status,
+                    "train": _side_json(m.train),
+                    "rollout": _side_json(m.rollout),
+                    "eval": _side_json(m.evaluation),
+                }
+                for m in self.modules
+            ],
+            "findings": [
+                {
+                    "pitfall": f.pitfall.slug,
+                    "title": f.pitfall.title,
+                    "symptom": f.pitfall.symptom,
+                    "detail": f.detail,
+                    "modules": list(f.modules),
+                }
+                for f in self.findings
+            ],
+        }
+
+
+def _side_json(side: SideAudit | None) -> dict[str, Any] | None:
+    if side is None:
+        return None
+    return {
+        "quantized": side.quantized,
+        "recipe_x": side.recipe_x,
+        "recipe_w": side.recipe_w,
+        "exact": side.exact,
+        "output_error": side.error if side.error == side.error else None,
+        "weight_lag": side.weight_lag,
+    }
+
+
+def audit(trainer: Trace, rollout: Trace | None = None) -> Audit:
+    """Audit a trace that holds both sides, or a trainer's and a rollout worker's, joined by module name.
+
+    Raises:
+        TraceError: a table cannot be read.
+    """
+    modules, events = module_audits(trainer), trainer.events()
+    if rollout is not None:
+        other = {m.module: m for m in module_audits(rollout)}
+        modules = tuple(
+            replace(m, rollout=other[m.module].rollout if m.module in other else None, evaluation=None) for m in modules
+        )
+        events = pd.concat([events[events["kind"] != "weight_sync"], rollout.events()], ignore_index=True)
+    source = trainer if rollout is None else rollout
+    return Audit(str(trainer.directory), str(source.directory), modules, find_pitfalls(modules, events))

@@ -1,0 +1,96 @@
+"""`mxprobe audit TRACE` or `audit A B`: who is quantized how, on which side, and the known pitfalls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mxprobe.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mxprobe.audit import Audit, ModuleAudit, SideAudit
+
+_NAMES_SHOWN = 4
+
+
+@click.command("audit")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.audit/1) on standard output.")
+@click.option("--all", "show_all", is_flag=True, help="One line per module, not per group of alike ones.")
+def command(a: Path, b: Path | None, as_json: bool, show_all: bool) -> None:
+    """Say which modules are quantized in training and in rollout, by which rule, and what is known to go wrong.
+
+    With two traces, A is the trainer's and B the rollout's. All of it is told from values, not from configuration.
+    """
+    from mxprobe.audit import audit
+    from mxprobe.trace import open_trace
+
+    result = audit(open_trace(a), None if b is None else open_trace(b))
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2, allow_nan=False))
+    else:
+        show(result, show_all=show_all)
+
+
+def show(result: Audit, *, show_all: bool = False, console: Console | None = None) -> None:
+    """Print an audit to standard output, or to the console given."""
+    from rich.console import Console
+
+    out = console or Console(highlight=False)
+    out.print(_modules(result, show_all=show_all))
+    if result.is_clean:
+        out.print("[bold]No known pitfall found.[/]")
+    for finding in result.findings:
+        names = ", ".join(finding.modules[:_NAMES_SHOWN])
+        more = f" and {len(finding.modules) - _NAMES_SHOWN} more" if len(finding.modules) > _NAMES_SHOWN else ""
+        out.print(f"[bold]{_escape(finding.pitfall.title)}[/]  [dim]{finding.pitfall.slug}[/]")
+        out.print(f"  {_escape(finding.detail)}")
+        if names:
+            out.print(f"  in {_escape(names)}{more}")
+        out.print(f"  [dim]what it does: {_escape(finding.pitfall.symptom)}[/]\n")
+
+
+def _modules(result: Audit, *, show_all: bool) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("module", "class", "dtype", "training", "rollout", "weights"):
+        table.add_column(name, overflow="fold")
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for module in result.modules:
+        key = (module.class_name, module.dtype, _words(module, module.train), _words(module, module.rollout))
+        groups.setdefault((*key, _lag(module.rollout), module.module if show_all else module.kind), []).append(
+            module.module
+        )
+    for (*cells, _), names in groups.items():
+        name = names[0] if len(names) == 1 else f"{len(names)} x {names[0].rpartition('.')[2]}"
+        table.add_row(*map(_escape, (name, *cells)))
+    return table
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(printable(text))
+
+
+def _words(module: ModuleAudit, side: SideAudit | None) -> str:
+    if side is not None:
+        return side.words
+    return module.status.replace("_", " ") if module.status != "probed" else "not seen"
+
+
+def _lag(side: SideAudit | None) -> str:
+    if side is None:
+        return ""
+    return (
+        "not known" if side.weight_lag is None else "current" if side.weight_lag == 0 else f"-{side.weight_lag} steps"
+    )
