@@ -24,7 +24,12 @@ _PROBE_FEATURES = 64
 
 RULES: tuple[str, ...] = tuple(f"mxfp4+{rule}" for rule in Rule)
 """`rceil` first: of rules that agree on the data at hand, the most common is named."""
-CORRECTED: tuple[str, ...] = ("mxfp4+of:0.5", "mxfp4+of:1.0", "mxfp4+mbs:128", "mxfp4+mbs:32", "nvfp4", "mxfp8")
+CORRECTED: tuple[str, ...] = (
+    *(f"mxfp4+{how}" for how in ("of:0.5", "of:1.0", "mbs:128", "mbs:64", "mbs:32", "had:32")),
+    "nvfp4",
+    "mxfp8",
+)
+"""Every default what-if that is no rule: a run that follows a recommendation must not look unexplained."""
 
 Recipe = tuple[str, str]
 """How x and how W were quantized: `none`, `mxfp4+<rule or correction>` (on `rceil`), `nvfp4`, `mxfp8`."""

@@ -215,8 +215,11 @@ def _rotation(size, device):
     h = torch.ones(1, 1, device=device)
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)).to(device) * 2.0 - 1.0
-    return h * signs / size**0.5
+    state, signs = 0x6D787072, []
+    for _ in range(size):  # the random signs of mxprobe's what-if: its next trace then recognises this run
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        signs.append(1.0 if state >> 63 else -1.0)
+    return h * torch.tensor(signs, device=device) / size**0.5
 
 
 def corrected(x):

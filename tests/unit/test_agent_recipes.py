@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from mxprobe.agent.recipes import CORRECTED, NONE, RULES, Call, candidates, infer_recipe, quantize
+from mxprobe.attribution.measured import correction_of
+from mxprobe_kernels.formats import DEFAULT_WHATIFS
 
 
 @pytest.fixture
@@ -37,6 +39,10 @@ def test_a_correction_of_one_operand_alone_is_found(call: Call, name: str):
         recipe, sums = infer_recipe(run(call, *planted))
         assert recipe == planted
         assert sums["exact"]
+
+
+def test_every_correction_that_can_be_recommended_is_recognised_once_it_is_on():
+    assert {correction_of(name) for name in (*RULES, *CORRECTED)} >= set(DEFAULT_WHATIFS)
 
 
 def test_an_untouched_product_is_none(call: Call):
