@@ -191,13 +191,13 @@ class ModuleProbe:
                 self._join_decode_step(self._pending, x, output)
             self._pending = None
             return
-        if self._train_seen or self._reentrant:
+        if self._train_seen:
             return
         self._resolve_pending()
         self._undecided_rows = n_rows
+        self._pending_decodes = self._clock.n_decodes
         if not (self._rollout_done and self._eval_done):
             self._pending = self._snapshot(x, output, Phase.EVAL)
-            self._pending_decodes = self._clock.n_decodes
 
     def _join_decode_step(self, prefill: Snapshot, x: torch.Tensor, output: torch.Tensor) -> None:
         decode = self._snapshot(x, output, Phase.ROLLOUT)

@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
@@ -143,6 +144,30 @@ def test_a_served_call_has_operands_and_no_gradient():
     assert snapshot.with_operands
     assert w.end() == [("rollout", 4)]
     assert w.probe.rollout_rows == 8
+
+
+def test_generation_is_seen_in_every_step_beside_reentrant_checkpointing():
+    """The first pass of such a region runs without gradient, as a prefill does."""
+    w = Watched()
+    for _ in range(3):
+        w.generate(1, 4, 2)
+        w.infer(2, 7)
+        x = torch.ones(2, 5, 8, requires_grad=True)
+        for _ in range(2):  # micro batches
+            checkpoint(w.module, x, use_reentrant=True).sum().backward()
+        assert w.end() == [("rollout", 5), ("eval", 14), ("train", 10)]
+        assert (w.probe.rollout_rows, w.probe.train_rows) == (6, 20)
+        w.begin()
+
+
+def test_passes_that_are_no_generation_are_not_counted_as_one():
+    w = Watched()
+    w.generate(1, 4, 2)
+    for _ in range(3):
+        w.infer(2, 7)
+    w.train(2, 5)
+    assert w.end() == [("rollout", 5), ("eval", 14), ("train", 10)]
+    assert w.probe.rollout_rows == 6
 
 
 def test_in_place_changes_after_the_call_do_not_reach_the_copy():
