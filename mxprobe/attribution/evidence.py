@@ -22,7 +22,7 @@ _TRENDS = {
     "reward_mean": "reward",
     "entropy": "entropy",
     "grad_norm": "gradient norm",
-    "mismatch_logp_abs_mean": "logged |log-probability mismatch|",
+    "mismatch_logp_abs_mean": "|log-probability mismatch|",
 }
 _BACKWARD = (Role.G_DGRAD, Role.W_DGRAD, Role.G_WGRAD, Role.X_WGRAD)
 

@@ -166,3 +166,95 @@ def test_the_mismatch_is_that_of_the_run_s_own_tensors(how: str, tmp_path: Path)
     check_against_direct(rows, loop)
     last = measured(rows)[max(measured(rows))]
     assert last["sum_abs_d"] / last["n_tokens"] > 0.01
+
+
+def logprob_events(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
+    return [row["detail"] for row in rows["events"] if row["kind"] == "logprobs"]
+
+
+def test_equal_sides_give_the_floor(tmp_path: Path):
+    loop = Loop(policy(train="mxfp4", rollout="mxfp4", outliers=0.0))
+    with controlled(tmp_path, every=3, whatifs=()) as controller:
+        rows = attend(controller, loop, 8)
+    found = measured(rows)
+    assert len(found) >= 2
+    for step, row in found.items():
+        assert row["sum_abs_d"] / row["n_tokens"] < 3e-3
+        assert float(loop.direct[step]["d"].abs().mean()) < 3e-3
+    assert {row["weight_lag"] for row in rows["outputs"]} == {0}
+
+
+def test_training_is_bit_identical_with_generation_and_a_fused_head(tmp_path: Path):
+    def trained(controller: StandinController | None) -> tuple[list[torch.Tensor], torch.Tensor]:
+        loop = Loop(policy())
+        if controller is None:
+            while loop.step < 30:
+                loop.take_step()
+        else:
+            attend(controller, loop, 8)
+            assert loop.step <= 30
+            while loop.step < 30:
+                loop.take_step()
+        return [p.detach().clone() for p in loop.model.parameters()], torch.random.get_rng_state()
+
+    alone = trained(None)
+    with controlled(tmp_path, every=2) as controller:
+        attended = trained(controller)
+        assert len(measured(controller.rows)) >= 2
+    assert all(torch.equal(a, b) for a, b in zip(alone[0], attended[0], strict=True))
+    assert torch.equal(alone[1], attended[1])
+
+
+@dataclass
+class OddLoop(Loop):
+    how: str = ""
+
+    def take_step(self) -> None:
+        self.step += 1
+        ids, mask, *_ = self._generate() if self.how != "by hand" else (*self._by_hand(), None)
+        if self.how == "packed":
+            ids, mask = ids.reshape(1, -1), mask.reshape(1, -1)
+        self.optimizer.zero_grad()
+        log_probs, _ = self._train_forward(ids, mask)
+        (-log_probs.mean()).backward()
+        self.optimizer.step()
+
+    def _by_hand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(4, len(job.VOCABULARY), (N_SEQUENCES, 6), generator=self.generator)
+        with torch.no_grad():
+            out = self.model(ids, use_cache=True)
+            for _ in range(4):
+                token = out.logits[:, -1].argmax(-1, keepdim=True)
+                ids = torch.cat((ids, token), 1)
+                out = self.model(token, cache=out.past_key_values, use_cache=True)
+        return ids, torch.ones_like(ids)
+
+
+def scaled(model: Any) -> Any:
+    """Its logits are no longer what its lm_head returned."""
+    model.register_forward_hook(lambda _m, _a, out: type(out)(**{**out, "logits": 2.0 * out.logits}))
+    return model
+
+
+ODD: dict[str, tuple[Callable[[], Loop], str]] = {
+    "by hand": (lambda: OddLoop(policy(), fused=False, how="by hand"), "generation is not by transformers' generate()"),
+    "scaled logits": (lambda: OddLoop(scaled(policy()), fused=False), "other logits than its lm_head's"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_measured_is_said_and_not_guessed(name: str, tmp_path: Path):
+    make, reason = ODD[name]
+    with controlled(tmp_path, every=3, whatifs=()) as controller:
+        rows = attend(controller, make(), 8)
+    assert not rows.get("rollouts")
+    assert any(reason in detail for detail in logprob_events(rows)), logprob_events(rows)
+
+
+def test_of_sequences_packed_into_one_row_only_the_first_is_recognised(tmp_path: Path):
+    """It begins the row, so that nothing but its own tokens stands before them; the others count as unmatched."""
+    with controlled(tmp_path, every=3, whatifs=()) as controller:
+        rows = attend(controller, OddLoop(policy(), fused=False, padded_prompts=False, how="packed"), 8)
+    found = measured(rows)
+    assert found
+    assert {(row["n_sequences"], row["n_unmatched"]) for row in found.values()} == {(1, N_SEQUENCES - 1)}
