@@ -66,7 +66,8 @@ def _macro_block_scaling(x: torch.Tensor, size: int, rule: Rule, dim: int) -> to
     """
     macro, shape = to_blocks(x, dim, size)
     amax = macro.abs().amax(-1, keepdim=True)
-    ratio = MXFP4.qmax / torch.where(amax > 0, amax, 1.0)
+    # A number over a tensor would be torch's reciprocal, multiplied.
+    ratio = torch.full_like(amax, MXFP4.qmax) / torch.where(amax > 0, amax, 1.0)
     m8 = (ratio.view(torch.int32) & 0x7F8000) >> 15
     f = torch.where(amax > 0, 1.0 + m8.float() / 256.0, 1.0)
     scaled = (macro * f).reshape(macro.shape[0], macro.shape[1] * size // MXFP4.block, MXFP4.block)

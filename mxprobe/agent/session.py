@@ -280,7 +280,8 @@ class Session:
         hook_ns = clock.hook_ns + self._signals.take_ns()
         self.total_step_ns += step_ns
         self.total_hook_ns += hook_ns
-        self.worker.put(lambda: self._record_step(step, probed, step_ns, hook_ns))
+        ended_ns = time.time_ns()
+        self.worker.put(lambda: self._record_step(step, ended_ns, probed, step_ns, hook_ns))
         self._signals.ensure_wrapped()
         measured = self._tokens.finish()
         if measured is not None:
@@ -322,14 +323,14 @@ class Session:
 
     # Rows; in the worker, but for those called `_on_...`, which hand over to it.
 
-    def _record_step(self, step: int, probed: bool, step_ns: int, hook_ns: int) -> None:
+    def _record_step(self, step: int, ended_ns: int, probed: bool, step_ns: int, hook_ns: int) -> None:
         measure_ns = self.worker.measure()
         self.total_measure_ns += measure_ns
         self._recorder.add(
             "overhead",
             {
                 "step": self.worker.step_base + step,
-                "time_ns": time.time_ns(),
+                "time_ns": ended_ns,
                 "probed": probed,
                 "step_ns": step_ns,
                 "probe_ns": hook_ns,

@@ -288,6 +288,7 @@ class Controller:
                     self._end("agent_lost" if self._lives_on() else "target_exited", detail)
             case WriteFailed(error):
                 self._error = error
+                self._agent = None  # its connection ends with the writer: there is nothing to wait for
                 self._end("write_failed", str(error))
             case ClientAsked(client, verb):
                 self._serve_client(client, verb)

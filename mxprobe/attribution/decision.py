@@ -110,7 +110,7 @@ def _gates(
         return Verdict.NONE_NEEDED, Reason.NO_SYMPTOM
     if measured.sides.behind:
         return Verdict.NOT_EXPLAINED, Reason.BEHIND
-    if observed.n_same_recipe == observed.n_modules:
+    if observed.n_same_recipe == observed.n_modules or not observed.is_symptom(thresholds):
         return Verdict.NOT_EXPLAINED, Reason.ELSEWHERE
     if any(each.far_share >= thresholds.far_share for each in fits):
         return Verdict.NOT_EXPLAINED, Reason.FAR

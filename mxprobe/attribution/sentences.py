@@ -40,12 +40,12 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
         case Reason.ELSEWHERE:
             return (
                 "Not explained by MXFP4 rounding: rollout and trainer disagree on the probabilities of tokens, though "
-                "every layer seen computes the same function on both sides."
+                "the layers that were seen compute the same on both sides."
             )
         case Reason.FAR:
             return (
                 "Not explained by MXFP4 rounding: the layers do not compute what their inputs and the trainer's "
-                "weights predict. No correction will mend that."
+                "weights predict under any recipe known here. No correction can be named for that."
             )
         case Reason.NO_OPERANDS:
             return "Not enough evidence: rollout and training disagree, but the trace holds no operand statistics."

@@ -204,7 +204,7 @@ def corrected(x):
     """Macro-block scaling: an 8-bit mantissa per $parameter elements moves their amax just under 6 * 2^k."""
     macro = F.pad(x.float(), (0, -x.shape[-1] % $parameter)).unflatten(-1, (-1, $parameter))
     amax = macro.abs().amax(-1, keepdim=True)
-    ratio = 6.0 / torch.where(amax > 0, amax, 1.0)
+    ratio = torch.full_like(amax, 6.0) / torch.where(amax > 0, amax, 1.0)  # not a reciprocal: m8 would flip
     factor = 1.0 + ((ratio.view(torch.int32) & 0x7F8000) >> 15) / 256.0
     return (mxfp4((macro * factor).flatten(-2)).unflatten(-1, (-1, $parameter)) / factor).flatten(-2)[
         ..., : x.shape[-1]

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -175,3 +176,18 @@ def test_wrong_corrections_are_answered_in_words(correction: str, words: str):
 
 def test_a_parsed_correction_is_taken_as_it_is(x: torch.Tensor):
     assert torch.equal(apply_correction(x, Correction.parse("mbs:64")), apply_correction(x, "mbs:64"))
+
+
+def test_macro_block_scaling_divides_instead_of_multiplying_by_a_reciprocal() -> None:
+    amax = np.random.default_rng(0).uniform(1, 2, 2_000_000).astype(np.float32)
+    divided, multiplied = (
+        (ratio.view(np.int32) & 0x7F8000) >> 15
+        for ratio in (np.float32(6) / amax, np.float32(1) / amax * np.float32(6))
+    )
+    flips = np.flatnonzero(divided != multiplied)
+    assert flips.size
+    x = torch.zeros(flips.size, 32)
+    x[:, 0] = torch.from_numpy(amax[flips])
+    x[:, 1] = 0.77
+    f = 1 + torch.from_numpy(divided[flips]).float()[:, None] / 256
+    assert torch.equal(apply_correction(x, "mbs:32"), quantize_dequantize(x * f)[0] / f)
