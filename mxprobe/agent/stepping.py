@@ -7,6 +7,7 @@ a step.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from types import FrameType
@@ -42,11 +43,26 @@ def watch_steps(hook: StepHook) -> Callable[[], None]:
 def between_steps(timeout_s: float) -> bool:
     """Wait until no thread is inside `Optimizer.step`; False after the timeout."""
     deadline = time.monotonic() + timeout_s
-    while any(_is_stepping(frame) for frame in sys._current_frames().values()):  # pyright: ignore[reportPrivateUsage]
+    while any(_is_stepping(frame) for frame in _current_frames()):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+def _current_frames() -> list[FrameType]:
+    """The top frame of every thread.
+
+    Up to CPython 3.11.7, a garbage collection inside `sys._current_frames` that frees a `threading.local` waits for
+    a lock which that call holds: the process hangs. So none may begin there.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(sys._current_frames().values())  # pyright: ignore[reportPrivateUsage]
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _is_stepping(frame: FrameType | None) -> bool:

@@ -25,16 +25,21 @@ except BaseException:
 # What a signal handler of the user's raised while the statement ran (Ctrl-C, `sys.exit` on SIGTERM) belongs to the
 # user's code. It is raised there, the very object, as soon as the main thread is out of the statement: by a handler
 # of SIGINT that lives for that moment, since nothing else in pure Python raises in another thread. Our own failure,
-# a thread that cannot be started, is a RuntimeError from no Python frame.
+# a thread that cannot be started, is a RuntimeError from no Python frame. No garbage collection while looking at
+# frames: see `mxprobe.agent.stepping`.
 _GIVE_BACK = """\
-import _signal, _thread, sys, time
+import _signal, _thread, gc, sys, time
 error, statement, main = sys.exc_info()[1], sys._getframe(1), _thread.get_ident()
 before, handlers = _signal.getsignal(_signal.SIGINT), error.__traceback__.tb_next
 def raise_it(number, frame):
  _signal.signal(_signal.SIGINT, before)
  raise error.with_traceback(handlers)
 def inside():
+ collects = gc.isenabled()
+ gc.disable()
  frame = sys._current_frames().get(main)
+ if collects:
+  gc.enable()
  while frame is not None and frame is not statement:
   frame = frame.f_back
  return frame is not None
