@@ -28,7 +28,7 @@ FLOOR_NATS = {"float64": 1e-6, "float32": 1e-3}
 """Mean |d| of equal policies, generously. On the healthy demo (float32, MXFP4 on both sides) it is 0 in most steps
 and at worst 2.8e-3: a last bit sends a value to the other side of a rounding tie."""
 FLOOR_NATS_16_BIT = 0.02
-"""Logits near 10 are rounded by 2^-8 of that in bfloat16; measured and published figures are .01 to .03."""
+"""Logits near 10 are rounded by 2^-8 of that in bfloat16. An estimate, not measured on a large model."""
 BEHIND_SHARE = 0.5
 """Part of a module's probed rollouts that must use older weights for it to be called behind."""
 
