@@ -12,57 +12,17 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-# Writes a step of all tables every 0.1 s until the file `stop` appears, then closes the trace.
-WRITER = """
-import sys, time
-from pathlib import Path
-from mxprobe.trace import TraceWriter
-from tests.trace_files import append, frames
-directory, stop = map(Path, sys.argv[1:])
-tables = frames(n_layers=1, n_steps=400, every=1)
-with TraceWriter(directory, {}) as writer:
-    append(writer, {"modules": tables.pop("modules")})
-    for step in range(1, 401):
-        append(writer, {name: rows[rows["step"] == step] for name, rows in tables.items()})
-        if stop.exists():
-            break
-        time.sleep(0.1)
-"""
-
-
-@dataclass
-class Writing:
-    directory: Path
-    stop_file: Path
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        self.stop_file.touch()
-        assert self.process.wait(60) == 0
+from tests.writing import Writing, writing_process
 
 
 @pytest.fixture
 def writing(tmp_path: Path) -> Iterator[Writing]:
-    directory, stop = tmp_path / "run.mxprobe", tmp_path / "stop"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(directory), str(stop)], env=environment, cwd=ROOT)
-    try:
-        deadline = time.monotonic() + 60
-        while not (directory / "live" / "rank=0" / "tensors.arrows").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield Writing(directory, stop, process)
-    finally:
-        process.kill()
-        process.wait()
+    with writing_process(tmp_path, n_steps=400, every=1, until_table="tensors") as process:
+        yield process
 
 
 class Terminal:
