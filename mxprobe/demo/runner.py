@@ -158,15 +158,14 @@ def record(
     Leaves the job's files, both logs and the trace under `paths`. `on_attached` gets the PID, `on_step` each new
     step of the job. Raises MxprobeError, with the end of the log that explains it, when job or attach fail.
     """
-    metrics = paths.job / "metrics.jsonl"
     command = job_command(scenario, seed=seed, out=paths.job, apply=apply)
     with running(command, paths.job_log) as job:
-        _follow(metrics, job, paths.job_log, until_step=1, on_step=on_step)
+        _follow(paths, job, until_step=1, on_step=on_step)
         attach = [sys.executable, "-m", "mxprobe", "attach", str(job.pid), "-o", str(paths.trace)]
         schedule = ["--every", str(PROBE_EVERY), "--weights-every", str(PROBE_EVERY)]
         with running([*attach, *schedule], paths.attach_log) as controller:
             on_attached(job.pid)
-            _follow(metrics, job, paths.job_log, until_step=DETACH_AT, on_step=on_step, beside=controller, paths=paths)
+            _follow(paths, job, until_step=DETACH_AT, on_step=on_step, beside=controller)
             detach = subprocess.run(
                 [sys.executable, "-m", "mxprobe", "detach", str(job.pid)], capture_output=True, text=True, check=False
             )
@@ -177,22 +176,21 @@ def record(
 
 
 def _follow(
-    metrics: Path,
+    paths: DemoPaths,
     job: subprocess.Popen[bytes],
-    log: Path,
     *,
     until_step: int,
     on_step: Callable[[Step], None],
     beside: subprocess.Popen[bytes] | None = None,
-    paths: DemoPaths | None = None,
 ) -> None:
     """Report steps as they are logged, until `until_step`."""
+    metrics, log = paths.job / "metrics.jsonl", paths.job_log
     seen = len(read_steps(metrics)) if beside is not None else 0
     deadline = time.monotonic() + _STALL_S
     while seen < until_step:
         if job.poll() is not None:
             raise _failure(f"the demo job ended early (exit code {job.returncode})", log)
-        if beside is not None and paths is not None and beside.poll() not in (None, 0):
+        if beside is not None and beside.poll() not in (None, 0):
             raise _failure(f"attaching failed (exit code {beside.returncode})", paths.attach_log)
         steps = read_steps(metrics)
         for step in steps[seen:]:
