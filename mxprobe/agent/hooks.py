@@ -1,6 +1,8 @@
 """One Linear under observation: a forward hook, and a tensor hook on its output for the gradient.
 
-Only these two: full backward hooks wrap the output and break models that change it in place. Both return None
+Only these two: full backward hooks wrap the output and break models that change it in place. Where the output is
+another shape of a tensor of its own (the product of a [batch, tokens, features] input), the tensor hook goes on that:
+a view changed in place afterwards gets a new gradient function, and a hook on it is never called. Both return None
 whatever happens. Nothing is measured here; copies go to `Worker`.
 
 Phases. Gradient enabled is training. A call without gradient is kept until what follows tells what it was: a
@@ -55,6 +57,8 @@ class ModuleProbe:
         self.last_probed = -1
         self.why_unread = ""
         """Set where a call was seen whose tensors cannot be read."""
+        self.n_lost_gradients = 0
+        """Probed steps in which the output required a gradient and none came."""
         self._clock = clock
         self._guard = guard
         self._submit = submit
@@ -101,7 +105,8 @@ class ModuleProbe:
             return
         self.armed = False
         if self._train is not None:
-            self._send(self._train)  # no gradient came back
+            self.n_lost_gradients += 1
+            self._send(self._train)
         self._resolve_pending()
         if not self._clock.only_outputs:
             self.train_rows, self.rollout_rows = self._train_rows, self._rollout_rows
@@ -160,7 +165,7 @@ class ModuleProbe:
             return
         if output.requires_grad and snapshot.with_operands:
             self._train = snapshot
-            output.register_hook(self._gradient_hook(snapshot))
+            _own_tensor(output).register_hook(self._gradient_hook(snapshot))
         else:
             self._send(snapshot)
 
@@ -277,6 +282,17 @@ class ModuleProbe:
 
 def _rows(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
+
+
+def _own_tensor(output: torch.Tensor) -> torch.Tensor:
+    """The tensor whose gradient is the output's, whatever is done to the output in place afterwards.
+
+    A view of a part of something larger is returned as it is.
+    """
+    base = output._base  # pyright: ignore[reportPrivateUsage]
+    if base is None or base.grad_fn is None or base.numel() != output.numel() or not is_plain(base):
+        return output
+    return base if base.is_contiguous() and output.is_contiguous() else output
 
 
 def any_rollout(probes: list[ModuleProbe]) -> bool:

@@ -78,6 +78,11 @@ def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
 _COMPILED = "runs inside torch.compile, where module hooks do not fire"
 _FUSED = "inside torch.nn.TransformerEncoderLayer, whose fused inference path a hook would switch off"
 
+NO_GRADIENT = (
+    "no gradient came to its output in some probed steps: it was changed in place as a view of a larger tensor, or the "
+    "loss does not depend on it"
+)
+
 
 def _matches(name: str, module: nn.Module, globs: Sequence[str]) -> bool:
     return isinstance(module, nn.Linear) and any(fnmatchcase(name, glob) for glob in globs)
@@ -159,7 +164,7 @@ def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
     if probe is None:
         return NOT_SELECTED, "its name matches none of the layer patterns"
     if probe.last_probed < 0 or probe.train_rows:
-        return PROBED, ""
+        return PROBED, NO_GRADIENT if probe.n_lost_gradients else ""
     if entry.obstacle:
         return NOT_CALLED, entry.obstacle
     if probe.why_unread:

@@ -25,7 +25,7 @@ from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
-from mxprobe.agent.inventory import Entry, module_rows, take_inventory
+from mxprobe.agent.inventory import NO_GRADIENT, Entry, module_rows, take_inventory
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
 from mxprobe.agent.rollouts import Measurement, RolloutTap
@@ -269,7 +269,10 @@ class Session:
         clock, probes = self._clock, list(self._probes.values())
         clock.advance()
         for probe in probes:
+            n_lost = probe.n_lost_gradients
             probe.finish_step()
+            if not n_lost and probe.n_lost_gradients:
+                self._on_event("coverage", f"{probe.name}: {NO_GRADIENT}")
         generated = any_rollout(probes)
         for probe in probes:
             probe.forget()

@@ -188,3 +188,21 @@ def test_overhead_adds_up(tmp_path: Path):
     assert {row["measure_ns"] > 0 for row in rows if row["probed"]} == {True}
     assert rows[-1]["n_errors"] == rows[-1]["n_dropped"] == 0
     assert rows[-1]["sent_bytes"] > 0
+
+
+def test_a_module_whose_gradient_does_not_come_is_named(tmp_path: Path):
+    class Part(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, torch.cat((self.weight, self.weight)))[..., : self.out_features]
+
+    net = nn.Sequential(nn.Linear(32, 32), Part(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 32))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with controlled(tmp_path, every=2, weights_every=2, whatifs=()) as controller:
+        attend(controller, lambda: train(net, [optimizer]))
+    notes = [row["detail"] for row in controller.rows["events"] if row["kind"] == "coverage"]
+    assert len(notes) == 1
+    assert notes[0].startswith("1: no gradient came to its output")
+    last = {row["module"]: row for row in controller.rows["modules"]}
+    assert {name: row["status"] for name, row in last.items()} == {"0": "probed", "1": "probed", "3": "probed"}
+    assert [name for name, row in last.items() if row["reason"]] == ["1"]
+    assert {row["module"] for row in controller.rows["tensors"] if row["role"] == "g_dgrad"} == {"0", "3"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -180,6 +181,47 @@ def test_in_place_changes_after_the_call_do_not_reach_the_copy():
     (snapshot,) = w.sent
     assert torch.equal(snapshot.x, torch.ones(3, 8))
     assert torch.equal(snapshot.y, expected)
+
+
+IN_PLACE = {
+    "relu_": nn.functional.relu_,
+    "dropout": lambda y: nn.functional.dropout(y, 0.5, inplace=True),
+    "residual": lambda y: y.add_(torch.arange(y.numel()).view_as(y)),
+    "view": lambda y: y.view(-1, 4).mul_(3.0).view_as(y),
+    "slice": lambda y: (y[..., :2].mul_(0.0), y)[1],
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5)])
+def test_the_gradient_is_that_of_the_output_before_it_was_changed_in_place(change: str, shape: tuple[int, ...]):
+    """With tokens in rows of a batch the output is a view: changed in place, it gets another gradient function."""
+    w = Watched()
+    x = torch.randn(*shape, 8)
+    w.module.zero_grad()
+    torch.manual_seed(1)
+    IN_PLACE[change](w.module(x)).square().sum().backward()
+    (snapshot,) = w.sent
+    assert snapshot.gradient is not None
+    assert snapshot.gradient.any()
+    torch.testing.assert_close(snapshot.gradient.T @ snapshot.x, w.module.weight.grad)  # dW = G^T X
+    assert w.end() == [("train", x.numel() // 8)]
+    assert w.probe.n_lost_gradients == 0
+
+
+def test_an_output_that_is_part_of_something_larger_loses_its_gradient_and_says_so():
+    class Part(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, torch.cat((self.weight, self.weight)), self.bias.repeat(2))[..., :4]
+
+    w = Watched(module=Part(8, 4))
+    nn.functional.relu_(w.module(torch.randn(2, 5, 8))).sum().backward()
+    assert w.end() == [("train", 10)]
+    assert w.probe.n_lost_gradients == 1
+    w.begin()
+    w.module(torch.randn(2, 5, 8)).sum().backward()
+    assert w.end() == [("train", 10)]
+    assert w.probe.n_lost_gradients == 1
 
 
 def test_tensors_that_cannot_be_read_are_said_to_be():
