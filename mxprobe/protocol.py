@@ -118,9 +118,10 @@ def recv_frame(sock: socket.socket) -> Optional[Frame]:
         raise ProtocolError("stream ended inside a frame")
     try:
         frame = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"frame is not JSON: {error}") from None
-    if not isinstance(frame, dict) or frame.get("verb") not in VERBS:
+    verb = frame.get("verb") if isinstance(frame, dict) else None
+    if not isinstance(verb, str) or verb not in VERBS:
         raise ProtocolError("frame has no known verb")
     return frame
 

@@ -137,7 +137,7 @@ class ControlServer:
         token = str(hello.get("token", ""))
         return (
             pid == self._pid
-            and hmac.compare_digest(token.encode(), self._token.encode())
+            and hmac.compare_digest(token.encode(errors="replace"), self._token.encode())
             and hello.get("protocol") == PROTOCOL_VERSION
         )
 

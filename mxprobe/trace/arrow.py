@@ -8,6 +8,7 @@ for frames.
 import re
 from collections.abc import Callable, Collection
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +24,18 @@ _SCALARS: dict[str, Callable[[], Any]] = {
     "string": pa.string,
 }
 _LIST = re.compile(r"list<int64(?::(\d+))?>")
+
+UNREADABLE = (pa.ArrowException, OSError, ValueError)
+"""What Arrow and Parquet raise on bytes that are not theirs."""
+
+
+def damaged(path: Path, error: Exception) -> TraceError:
+    """The error for a file that cannot be read."""
+    return TraceError(
+        f"cannot read {path}: {error}",
+        cause="the file is damaged or was copied in part",
+        remedy="copy the trace again; the other tables are not affected",
+    )
 
 
 def columns_of(table: str) -> dict[str, str]:
@@ -84,7 +97,7 @@ def conform(data: Any, table: str, columns: Collection[str] | None = None) -> An
             if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
                 column = column.cast(pa.string()).dictionary_encode()
             arrays.append(column.cast(field.type))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        except (pa.ArrowException, ValueError) as error:
             raise TraceError(
                 f"table {table}: column {field.name} holds {column.type}, not {field.type} ({error})",
                 cause="the file was written by something else than mxprobe",

@@ -13,10 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mxprobe.errors import TraceError
-
 from . import layout
-from .arrow import conform
+from .arrow import UNREADABLE, conform, damaged
 from .compaction import covered_batches
 from .live import LiveStream
 
@@ -80,8 +78,8 @@ def _of_part(path: Path, table: str, columns: set[str], rank: int, steps: Sequen
                 return
             try:
                 data = pending.pop().result()
-            except (pa.ArrowInvalid, OSError) as error:
-                raise _damaged(path, error) from None
+            except UNREADABLE as error:
+                raise damaged(path, error) from None
             if following is not None:
                 pending.append(ahead.submit(file.read_row_group, following, present))
             yield from _finished(conform(data, table, columns), rank, steps)
@@ -123,8 +121,8 @@ def _finished(data: Any, rank: int, steps: Sequence[range] | None) -> Iterator[A
 def _open(path: Path) -> Any:
     try:
         return pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(path, error) from None
+    except UNREADABLE as error:
+        raise damaged(path, error) from None
 
 
 def _bounds(file: Any, group: int) -> tuple[int, int] | None:
@@ -135,11 +133,3 @@ def _bounds(file: Any, group: int) -> tuple[int, int] | None:
         if column.path_in_schema == "step" and column.statistics is not None and column.statistics.has_min_max:
             return int(column.statistics.min), int(column.statistics.max)
     return None
-
-
-def _damaged(path: Path, error: Exception) -> TraceError:
-    return TraceError(
-        f"cannot read {path}: {error}",
-        cause="the file is damaged or was copied in part",
-        remedy="copy the trace again; the other tables are not affected",
-    )

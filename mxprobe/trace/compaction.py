@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from mxprobe.errors import TraceError
 
 from . import layout
-from .arrow import columns_of, conform, table_schema
+from .arrow import UNREADABLE, columns_of, conform, damaged, table_schema
 from .live import LiveStream
 
 BATCHES_KEY = b"mxprobe.batches"
@@ -53,7 +53,10 @@ def compact_live(directory: Path) -> None:
         stream = LiveStream(path)
         fresh = _skip(stream, covered_batches(directory, table, rank))
         _write_part(directory, table, rank, fresh, stream)
-        path.unlink()
+        if stream.is_cut:
+            path.replace(path.with_suffix(".cut"))  # what cannot be read is kept for whoever can
+        else:
+            path.unlink()
     for folder in (directory / layout.LIVE_DIRECTORY).glob("rank=*"):
         if not any(folder.iterdir()):
             folder.rmdir()
@@ -67,8 +70,11 @@ def covered_batches(directory: Path, table: str, rank: int) -> int:
     total = 0
     for part_rank, path in layout.part_files(directory, table):
         if part_rank == rank:
-            metadata = pq.read_metadata(path).metadata or {}
-            total += int(metadata.get(BATCHES_KEY, b"0"))
+            try:
+                metadata = pq.read_metadata(path).metadata or {}
+                total += int(metadata.get(BATCHES_KEY, b"0"))
+            except UNREADABLE as error:
+                raise damaged(path, error) from None
     return total
 
 

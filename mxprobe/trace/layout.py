@@ -36,6 +36,11 @@ def live_files(directory: Path) -> list[tuple[str, int, Path]]:
     return sorted(found, key=lambda item: (order.index(item[0]), item[1]))
 
 
+def cut_files(directory: Path) -> list[Path]:
+    """What compaction could not read and kept, by rank and table."""
+    return sorted((directory / LIVE_DIRECTORY).glob("rank=*/*.cut"))
+
+
 def part_files(directory: Path, table: str) -> list[tuple[int, Path]]:
     """(rank, path) of each finished Parquet part of a table, by rank and number."""
     found = [

@@ -6,11 +6,17 @@ from typing import Any
 
 import pyarrow as pa
 
+from .arrow import UNREADABLE, damaged
+
 
 class LiveStream:
     """Iterates over the complete record batches of a `.arrows` file.
 
     After the iteration `n_batches` counts them and `is_cut` says whether bytes of an incomplete batch follow.
+
+    Raises:
+        FileNotFoundError: no such file: compaction has made a part of it.
+        TraceError: a file that cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -20,21 +26,28 @@ class LiveStream:
 
     def __iter__(self) -> Iterator[Any]:
         # Bounded by the size at opening: a writer that appends meanwhile must not look like a cut.
-        size = self.path.stat().st_size
-        with pa.OSFile(str(self.path), "rb") as file:
+        try:
+            size = self.path.stat().st_size
+            file = pa.OSFile(str(self.path), "rb")
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise damaged(self.path, error) from None
+        with file:
             try:
                 stream = pa.ipc.open_stream(file)
-            except (pa.ArrowInvalid, OSError):
+            except UNREADABLE:
                 self.is_cut = size > 0
                 return
             while True:
                 end_of_last = file.tell()
                 try:
                     batch = stream.read_next_batch()
+                    batch.validate(full=True)  # offsets that point outside would be followed
                 except StopIteration:
                     self.is_cut = False
                     return
-                except (pa.ArrowInvalid, OSError):
+                except UNREADABLE:
                     self.is_cut = end_of_last < size
                     return
                 self.n_batches += 1

@@ -15,7 +15,7 @@ from mxprobe.errors import TraceError
 from mxprobe.schema import SCHEMA_VERSION, TABLES
 
 from . import layout
-from .arrow import conform, select, table_schema
+from .arrow import UNREADABLE, conform, damaged, select, table_schema
 from .chunks import chunks
 from .compaction import covered_batches
 from .live import LiveStream
@@ -124,6 +124,10 @@ class Trace:
         for table in live:
             self._n_rows(table)
         found.extend(self._cuts[table] for table in sorted(self._cuts))
+        found.extend(
+            f"{path.relative_to(self.directory)} holds what could not be read of a live file when it became Parquet."
+            for path in layout.cut_files(self.directory)
+        )
         if not any(self._n_rows(table) for table in TABLES):
             found.append("The trace is empty: no table has a row.")
         return found
@@ -213,7 +217,11 @@ def read_run(directory: Path) -> tuple[dict[str, Any], list[str]]:
             raise ValueError("not an object")
     except FileNotFoundError:
         return {}, [f"{layout.RUN_FILE} is missing: how the run was started and sampled is not known."]
-    except ValueError:
+    except OSError as error:
+        return {}, [
+            f"{layout.RUN_FILE} cannot be read ({error.strerror}): how the run was started and sampled is not known."
+        ]
+    except (ValueError, RecursionError):
         if not layout.live_files(directory) and not any(layout.part_files(directory, table) for table in TABLES):
             raise TraceError(
                 f"{directory / layout.RUN_FILE} is half written and there are no tables beside it",
@@ -241,10 +249,7 @@ def _schema_problems(directory: Path, run: dict[str, Any]) -> list[str]:
 
 def _read_part(path: Path, table: str, columns: Collection[str] | None) -> Any:
     try:
-        return conform(pq.ParquetFile(path).read(columns=None if columns is None else list(columns)), table, columns)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise TraceError(
-            f"cannot read {path}: {error}",
-            cause="the file is damaged or was copied in part",
-            remedy="copy the trace again; the other tables are not affected",
-        ) from None
+        data = pq.ParquetFile(path).read(columns=None if columns is None else list(columns))
+    except UNREADABLE as error:
+        raise damaged(path, error) from None
+    return conform(data, table, columns)
