@@ -425,4 +425,4 @@ class Controller:
 
 def _rank_in(hello: Frame) -> int:
     rank = str(hello.get("rank", ""))
-    return int(rank) if rank.isdecimal() else 0
+    return int(rank) if rank.isdecimal() and len(rank) < 10 else 0
