@@ -23,7 +23,7 @@ from mxprobe_kernels.formats import CorrectionKind, Rule
 
 from .costs import cost_of, tier_of
 from .intervals import Gain, gain_of
-from .measured import Array, OperandSums, divide
+from .measured import Array, Cut, OperandSums, divide
 from .recommendation import CorrectionScore
 from .thresholds import Thresholds
 
@@ -59,6 +59,7 @@ def score_corrections(
     before, after = errors.before("out_e2"), errors.after("out_e2")
     zeroed_before, zeroed_after = errors.before("out_zeroed2"), errors.after("out_zeroed2")
     left, tensor_recovery = errors.left_per_operand(), errors.tensor_recovery()
+    cures = _Cures(situation, weights, errors.chosen)
     scores: list[CorrectionScore] = []
     for index, correction in enumerate(operands.corrections):
         if not errors.measured[index].any():
@@ -81,15 +82,15 @@ def score_corrections(
             tensor_recovery=float(tensor_recovery[index]) if component is Component.DEADZONE else None,
             cost_gemm=cost.cost_gemm,
             bits_per_element=cost.bits_per_element,
-            cures=_cures(situation, weights, errors.chosen, left[index]),
+            cures=cures.by(left[index]),
             is_active=bool((operands.active[errors.chosen] == index).all()),
             is_eligible=False,
             note=cost.note,
         )
         scores.append(judged(score, thresholds))
     if KEEP not in operands.corrections:
-        cures = _cures(situation, weights, errors.chosen, np.zeros(errors.n_operands))
-        scores.append(judged(_keep(cures, int(operands.n_steps[errors.chosen].min())), thresholds))
+        none_left = cures.by(np.zeros(errors.n_operands))
+        scores.append(judged(_keep(none_left, int(operands.n_steps[errors.chosen].min())), thresholds))
     return scores
 
 
@@ -134,25 +135,23 @@ class _Errors:
         reference = np.tensordot(weights, operands.base["out_ref2"], axes=(0, 0)) / max(float(weights.sum()), 1.0)
         self.chosen: Mask = named & (reference > 0)
         self.n_operands = int(self.chosen.sum())
-        self.measured: Mask = operands.whatif["out_ref2"][..., self.chosen] > 0
+        self._cut: Cut = operands.cut(self.chosen)
+        self.measured: npt.NDArray[np.bool_] = self._cut.measured
         """[C, T, N]"""
-        self._operands = operands
         self._weights = weights
-        self._reference: Array = reference[self.chosen]
+        self._per_output: Array = 1.0 / reference[self.chosen]
 
     def before(self, name: str) -> Array:
         """[C, T] as the run does now, where that correction was measured."""
-        return ((self._operands.current[name][:, self.chosen] / self._reference) * self.measured).sum(axis=-1)
+        return self._cut.before[name] @ self._per_output
 
     def after(self, name: str) -> Array:
         """[C, T] with each correction."""
-        values = self._operands.whatif[name][..., self.chosen] / self._reference
-        return (values * self.measured).sum(axis=-1)
+        return self._cut.after[name] @ self._per_output
 
     def left_per_operand(self) -> Array:
         """[C, N] part of each operand's output error that a correction leaves; NaN where it was not measured."""
-        after = self._operands.whatif["out_e2"][..., self.chosen]
-        before = self._operands.current["out_e2"][:, self.chosen] * self.measured
+        after, before = self._cut.after["out_e2"], self._cut.before["out_e2"]
         return divide(np.einsum("t,ctn->cn", self._weights, after), np.einsum("t,ctn->cn", self._weights, before))
 
     def parts(self) -> dict[str, float]:
@@ -167,14 +166,14 @@ class _Errors:
 
     def tensor_recovery(self) -> Array:
         """[C] 1 - ||(Qc - x) on D||^2 / ||e_dz||^2, tensors weighted by the share of their error on D."""
-        own = self._weights @ self._operands.base["sum_e2"][:, self.chosen]
-        deadzone = self._weights @ self._operands.base["sum_dz2"][:, self.chosen]
-        left = np.einsum("t,ctn->cn", self._weights, self._operands.whatif["sum_e2_on_d"][..., self.chosen])
+        own = self._weights @ self._cut.base["sum_e2"]
+        deadzone = self._weights @ self._cut.base["sum_dz2"]
+        left = np.einsum("t,ctn->cn", self._weights, self._cut.after["sum_e2_on_d"])
         there = np.full(len(left), np.nansum(divide(deadzone, own)))
         return 1.0 - divide(np.nansum(divide(left, np.broadcast_to(own, left.shape)), axis=-1), there)
 
     def _base(self, name: str) -> float:
-        return float((self._weights @ self._operands.base[name][:, self.chosen] / self._reference).sum())
+        return float((self._weights @ self._cut.base[name] * self._per_output).sum())
 
 
 def recovery_of(component: Component, gain: float, now: float, parts: Mapping[str, float]) -> float:
@@ -195,23 +194,26 @@ def recovery_of(component: Component, gain: float, now: float, parts: Mapping[st
     return min(mended / below[component], 1.0) if below[component] > 0 else float("nan")
 
 
-def _cures(situation: Situation, weights: Array, chosen: Mask, left: Array) -> bool | None:
-    """Whether the median mismatch falls under the gate, scaled module by module with its operands' output error.
+class _Cures:
+    """Whether a correction brings the median mismatch under the gate, scaled module by module with its output error."""
 
-    `left` [N] is the part of the error that remains on the chosen operands; unknown parts are taken as whole.
-    """
-    seen = np.isfinite(situation.mismatch)
-    if not seen.any():
-        return None
-    operands = situation.operands
-    now = np.tensordot(weights, operands.current["out_e2"], axes=(0, 0))
-    now = np.nan_to_num(divide(now, np.tensordot(weights, operands.base["out_ref2"], axes=(0, 0))))
-    now = now * situation.counted
-    corrected = now.copy()
-    corrected[chosen] *= np.where(np.isfinite(left), left, 1.0)
-    part = divide(corrected.sum(axis=1), now.sum(axis=1))
-    predicted = situation.mismatch * np.where(np.isfinite(part), part, 1.0)
-    return bool(np.median(predicted[seen]) <= situation.gate)
+    def __init__(self, situation: Situation, weights: Array, chosen: Mask) -> None:
+        self._situation, self._chosen = situation, chosen
+        self._seen = np.isfinite(situation.mismatch)
+        operands = situation.operands
+        now = np.tensordot(weights, operands.current["out_e2"], axes=(0, 0))
+        now = np.nan_to_num(divide(now, np.tensordot(weights, operands.base["out_ref2"], axes=(0, 0))))
+        self._now: Array = now * situation.counted
+
+    def by(self, left: Array) -> bool | None:
+        """`left` [N] is the part of the error that remains on the chosen operands; unknown parts count as whole."""
+        if not self._seen.any():
+            return None
+        corrected = self._now.copy()
+        corrected[self._chosen] *= np.where(np.isfinite(left), left, 1.0)
+        part = divide(corrected.sum(axis=1), self._now.sum(axis=1))
+        predicted = self._situation.mismatch * np.where(np.isfinite(part), part, 1.0)
+        return bool(np.median(predicted[self._seen]) <= self._situation.gate)
 
 
 def _keep(cures: bool | None, n_steps: int) -> CorrectionScore:

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 
 from mxprobe.schema import Phase, Role
-from mxprobe.trace import Trace
+from mxprobe.trace import Trace, columns
 from mxprobe_kernels.formats import Rule
 
 from .rollouts import Sides, both_sides
@@ -67,6 +67,19 @@ class OutputSums:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The operands N of a mask, cut out of `OperandSums`: `base` [T, N]; `before`, `after`, `measured` [C, T, N].
+
+    `before` is what the run does now; it and the output errors of `after` are 0 where a correction was not measured.
+    """
+
+    base: dict[str, Array]
+    before: dict[str, Array]
+    after: dict[str, Array]
+    measured: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
 class OperandSums:
     """Forward operands of one phase: sums [T, M, R] from `tensors` and [C, T, M, R] from `whatif`.
 
@@ -87,6 +100,21 @@ class OperandSums:
     n_steps: Indices
     delta2: Array | None = None
     """[M, R] sensitivity of the policy to each operand's error, NaN where not measured; None without replays."""
+    _cuts: dict[bytes, Cut] = field(default_factory=dict[bytes, Cut], repr=False, compare=False)
+
+    def cut(self, mask: npt.NDArray[np.bool_]) -> Cut:
+        """Sums of the operands in `mask` [M, R]. The last one is kept: resamples mostly choose alike."""
+        key = mask.tobytes()
+        if key not in self._cuts:
+            after = {name: np.ascontiguousarray(values[..., mask]) for name, values in self.whatif.items()}
+            measured = after["out_ref2"] > 0
+            for name in ("out_e2", "out_zeroed2"):
+                after[name] *= measured
+            before = {name: values[:, mask] * measured for name, values in self.current.items()}
+            base = {name: values[:, mask] for name, values in self.base.items()}
+            self._cuts.clear()
+            self._cuts[key] = Cut(base, before, after, measured)
+        return self._cuts[key]
 
 
 @dataclass(frozen=True)
@@ -137,8 +165,19 @@ class _Axes:
     n_clusters: int
     module_index: dict[str, int]
 
+    def place(self, rows: Any) -> tuple[Indices, Indices, Indices]:
+        """[T, M, R] of rows of forward operands."""
+        return (
+            self._cluster(rows.column("step").to_numpy()),
+            columns.codes(rows, "module", self.module_index),
+            columns.codes(rows, "role", _ROLE_INDEX),
+        )
+
     def cluster(self, frame: pd.DataFrame) -> Indices:
-        position = np.searchsorted(self.steps, frame["step"].to_numpy())
+        return self._cluster(frame["step"].to_numpy())
+
+    def _cluster(self, step: npt.NDArray[Any]) -> Indices:
+        position = np.searchsorted(self.steps, step)
         return (position * self.n_clusters // max(self.steps.size, 1)).astype(np.intp)
 
     def module(self, frame: pd.DataFrame) -> Indices:
@@ -158,13 +197,11 @@ def _forward_operands(trace: Trace) -> _Forward:
     found: dict[Phase, list[pd.DataFrame]] = {Phase.ROLLOUT: [], Phase.TRAIN: []}
     rules: dict[Phase, Counter[str]] = {phase: Counter() for phase in found}
     for chunk in trace.chunks("tensors", (*_KEYS, "rule")):
-        rows = chunk.to_pandas()
-        rows = rows[rows["role"].isin(list(_ROLE_INDEX))]
         for phase, parts in found.items():
-            part = rows[(rows["phase"] == phase.value).to_numpy()]
-            if len(part):
-                parts.append(part[["step", "module", "role"]].drop_duplicates())
-                rules[phase].update(part["rule"].dropna().astype(str).value_counts().to_dict())
+            part = _judged(chunk, phase)
+            if part.num_rows:
+                parts.append(part.select(["step", "module", "role"]).to_pandas().drop_duplicates())
+                rules[phase].update(part.column("rule").to_pandas().dropna().astype(str).value_counts().to_dict())
     phase = Phase.ROLLOUT if found[Phase.ROLLOUT] else Phase.TRAIN
     nothing = pd.DataFrame({"step": np.empty(0, np.int64), "module": [], "role": []})
     together = pd.concat(found[phase] or [nothing], ignore_index=True).drop_duplicates()
@@ -221,17 +258,18 @@ def _operand_sums(trace: Trace, forward: _Forward, recipes: tuple[tuple[str, str
     shape = (axes.n_clusters, len(axes.module_index), len(FORWARD_ROLES))
     base = {name: np.zeros(shape) for name in _TENSOR_SUMS}
     for chunk in trace.chunks("tensors", (*_KEYS, *_TENSOR_SUMS)):
-        rows = _judged_rows(chunk, forward.phase)
-        _add_into(base, (axes.cluster(rows), axes.module(rows), _roles(rows)), rows)
+        rows = _judged(chunk, forward.phase)
+        _add_into(base, axes.place(rows), rows)
     named = (chunk.column("correction").unique().to_pylist() for chunk in trace.chunks("whatif", ("correction",)))
     corrections = tuple(dict.fromkeys(str(name) for names in named for name in names if name is not None))
     positions = {name: index for index, name in enumerate(corrections)}
     after = {name: np.zeros((len(corrections), *shape)) for name in _WHATIF_SUMS}
     for chunk in trace.chunks("whatif", (*_KEYS, "correction", *_WHATIF_SUMS)):
-        rows = _judged_rows(chunk, forward.phase)
-        rows = rows[(axes.module(rows) >= 0) & np.isin(rows["step"].to_numpy(), axes.steps)]
-        which = _codes(rows["correction"], positions)
-        _add_into(after, (which, axes.cluster(rows), axes.module(rows), _roles(rows)), rows)
+        rows = _judged(chunk, forward.phase)
+        which, (cluster, module, role) = columns.codes(rows, "correction", positions), axes.place(rows)
+        known = (which >= 0) & (module >= 0) & np.isin(rows.column("step").to_numpy(), axes.steps)
+        index = tuple(each[known] for each in (which, cluster, module, role))
+        _add_into(after, index, rows if known.all() else rows.filter(pa.array(known)))
     for column, role in enumerate(FORWARD_ROLES):
         if role is Role.W_FWD:
             _carry_over(base, column)
@@ -265,12 +303,10 @@ def _delta2(trace: Trace, axes: _Axes) -> Array | None:
     return found
 
 
-def _judged_rows(chunk: Any, phase: Phase) -> pd.DataFrame:
-    """Rows of forward operands in a phase. Filtered before they become a frame: most rows of a trace are not."""
-    role, in_phase = (
-        _codes(chunk.column(n).to_pandas(), i) for n, i in (("role", _ROLE_INDEX), ("phase", {phase.value: 0}))
-    )
-    return chunk.filter(pa.array((role >= 0) & (in_phase >= 0))).to_pandas()
+def _judged(chunk: Any, phase: Phase) -> Any:
+    """Rows of forward operands in a phase: a third of a trace, or less."""
+    role, in_phase = columns.codes(chunk, "role", _ROLE_INDEX), columns.codes(chunk, "phase", {phase.value: 0})
+    return chunk.filter(pa.array((role >= 0) & (in_phase >= 0)))
 
 
 def _roles(frame: pd.DataFrame) -> Indices:
@@ -291,9 +327,10 @@ def _sum_into(shape: Sequence[int], index: tuple[Indices, ...], values: pd.Serie
     return total
 
 
-def _add_into(totals: dict[str, Array], index: tuple[Indices, ...], rows: pd.DataFrame) -> None:
+def _add_into(totals: dict[str, Array], index: tuple[Indices, ...], rows: Any) -> None:
+    """totals[name][index] += the column of that name, null and NaN as 0."""
     for name, total in totals.items():
-        numbers = rows[name].to_numpy(dtype=np.float64)
+        numbers = rows.column(name).to_numpy()
         np.add.at(total, index, np.where(np.isfinite(numbers), numbers, 0.0))
 
 

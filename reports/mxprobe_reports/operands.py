@@ -13,7 +13,7 @@ from mxprobe.attribution import ratios
 from mxprobe.schema import DELTA_BINS, Phase, Role
 
 from . import names, packing
-from .rows import Array, Indices, Rows, add_by, codes, names_of, numbers
+from .rows import Array, Indices, Rows, add_by, all_finite, codes, names_of, numbers
 
 SUMS: tuple[str, ...] = ratios.ADDITIVE
 IDENTITY_TOLERANCE = 1e-5
@@ -140,7 +140,7 @@ class _Sums:
         self.size = size
         self.binned = np.zeros((len(SUMS) + 1, size * max(self.n_bins, 1)))
         self.by_rank = np.zeros((len(LINE_SUMS) + 1, max(len(self.shown_ranks), 1) * size * max(self.n_rank_bins, 1)))
-        self.delta = np.zeros((DELTA_BINS, size), dtype=np.int64)
+        self.delta = np.zeros((size, DELTA_BINS), dtype=np.int64)
         self.extra = np.zeros((2, size))
         self.clusters = np.full(size, np.inf)
         self.last = {name: np.full(size, "", dtype=object) for name in ("format", "rule")}
@@ -154,11 +154,11 @@ class _Sums:
         values = numbers(piece, SUMS)
         module, role = codes(piece, "module", self.module_at), codes(piece, "role", self.role_at)
         step = piece.column("step").to_numpy()
-        good = in_phase & (module >= 0) & (role >= 0) & np.isfinite(step) & np.isfinite(values).all(axis=0)
+        good = in_phase & (module >= 0) & (role >= 0) & np.isfinite(step) & all_finite(values)
         self.n_bad += int(in_phase.sum() - good.sum())
         if not good.any():
             return
-        values = np.concatenate([values[:, good], np.ones((1, int(good.sum())))])
+        values = np.concatenate([values if good.all() else values[:, good], np.ones((1, int(good.sum())))])
         operand = module[good] * len(_ROLES) + role[good]
         position = np.searchsorted(self.seen.steps, step[good].astype(np.int64))
         self.has_step[position] = True
@@ -185,12 +185,15 @@ class _Sums:
         for name, last in self.last.items():
             known = names_of(piece, name)
             code = codes(piece, name, {text: i for i, text in enumerate(known)})[good]
-            last[operand] = np.array([*known, ""], dtype=object)[code]
+            if len(known) == 1 and code.min() == 0:
+                last[np.bincount(operand, minlength=self.size) > 0] = known[0]
+            else:
+                last[operand] = np.array([*known, ""], dtype=object)[code]
         histograms = piece.column("delta_hist").combine_chunks()
-        whole = histograms.is_valid().to_numpy(zero_copy_only=False)
-        counts = np.zeros((DELTA_BINS, piece.num_rows), dtype=np.int64)
-        counts[:, whole] = histograms.flatten().fill_null(0).to_numpy().reshape(-1, DELTA_BINS).T
-        add_by(self.delta, operand, counts[:, good])
+        counts = histograms.flatten().fill_null(0).to_numpy().reshape(-1, DELTA_BINS)
+        valid = histograms.is_valid().to_numpy(zero_copy_only=False)
+        chosen = good[valid]
+        _add_rows(self.delta, operand[valid[good]], counts if chosen.all() else counts[chosen])
 
     def _note_nonfinite(self, piece: Any, in_phase: npt.NDArray[np.bool_]) -> None:
         hit = np.flatnonzero((np.nan_to_num(numbers(piece, ("n_nonfinite",))[0]) > 0) & in_phase)
@@ -229,7 +232,7 @@ class _Sums:
                 for i, rank in enumerate(self.shown_ranks)
             ),
             ranks_measured=self.seen.ranks,
-            delta=self.delta[:, present].T.copy(),
+            delta=self.delta[present],
             n_probed_steps=int(self.has_step.sum()),
             phases=self.seen.phases,
             phase=self.seen.phase,
@@ -243,6 +246,16 @@ class _Sums:
         if not self.has_step.any():
             return np.empty(0, np.int64)
         return self.seen.steps[np.searchsorted(bins, np.arange(n_bins))]
+
+
+def _add_rows(totals: npt.NDArray[np.int64], keys: Indices, rows: npt.NDArray[np.int64]) -> None:
+    """totals[keys[i]] += rows[i] for (n, columns) rows."""
+    if not keys.size:
+        return
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    totals[ordered[starts]] += np.add.reduceat(rows[order], starts, axis=0)
 
 
 def _violations(values: Array) -> int:

@@ -1,6 +1,6 @@
 """Rows of one table, read piece by piece and again at each pass, so that a page of a long run fits in memory."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,11 @@ import pyarrow as pa
 from mxprobe.trace import Trace
 from mxprobe.trace.arrow import conform
 from mxprobe.trace.chunks import chunks
-
-Indices = npt.NDArray[np.int64]
-Array = npt.NDArray[np.float64]
+from mxprobe.trace.columns import Array as Array
+from mxprobe.trace.columns import Indices as Indices
+from mxprobe.trace.columns import codes as codes
+from mxprobe.trace.columns import names_of as names_of
+from mxprobe.trace.columns import numbers as numbers
 
 
 class Rows:
@@ -44,24 +46,10 @@ def _pieces_of_frame(table: str, frame: pd.DataFrame, columns: Collection[str]) 
     yield data.append_column("rank", pa.array(frame["rank"].to_numpy().astype(np.int32)))
 
 
-def codes(piece: Any, column: str, index: Mapping[str, int]) -> Indices:
-    """(n,) position of each name of a dictionary column in `index`; -1 where it is null or has none."""
-    encoded = piece.column(column).combine_chunks()
-    table = np.array([*(index.get(str(name), -1) for name in encoded.dictionary.to_pylist()), -1], dtype=np.int64)
-    return table[encoded.indices.fill_null(len(table) - 1).to_numpy()]
-
-
-def names_of(piece: Any, column: str) -> list[str]:
-    """Distinct names of a dictionary column that occur in a piece, in order."""
-    return [str(name) for name in piece.column(column).unique().to_pylist() if name is not None]
-
-
-def numbers(piece: Any, columns: Sequence[str]) -> Array:
-    """(columns, n) float64, NaN where null."""
-    values = np.empty((len(columns), piece.num_rows))
-    for row, name in enumerate(columns):
-        values[row] = piece.column(name).to_numpy()
-    return values
+def all_finite(values: Array) -> npt.NDArray[np.bool_]:
+    """(n,) whether each of the (columns, n) is finite: a sum is, where its terms are."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.isfinite(np.ones(len(values)) @ values)
 
 
 def add_by(totals: npt.NDArray[Any], keys: Indices, values: npt.NDArray[Any]) -> None:

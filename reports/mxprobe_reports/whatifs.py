@@ -10,7 +10,7 @@ import numpy as np
 
 from . import names
 from .operands import Operands, Scan
-from .rows import Array, Indices, Rows, add_by, codes, names_of, numbers
+from .rows import Array, Indices, Rows, add_by, all_finite, codes, names_of, numbers
 
 LEFT: tuple[str, ...] = ("output", "error", "on_deadzone", "zeroed")
 _AFTER = ("n", "n_zeroed", "sum_e2", "sum_e2_on_d", "out_e2", "out_ref2")
@@ -40,12 +40,13 @@ def collect(whatif: Rows, tensors: Rows, seen: Scan, operands: Operands) -> tupl
         operand, position = keys.of(piece)
         correction = codes(piece, "correction", at)
         values = numbers(piece, _AFTER)
-        usable = (operand >= 0) & (correction >= 0) & np.isfinite(values).all(axis=0)
-        before = base[position[usable], operand[usable]].T
-        paired = np.isfinite(before).all(axis=0)
-        chosen = np.flatnonzero(usable)[paired]
-        together = np.concatenate([values[:, chosen], before[:, paired]])
-        add_by(after, operand[chosen] * len(corrections) + correction[chosen], together)
+        before = base[position, operand]
+        paired = (operand >= 0) & (correction >= 0) & all_finite(values) & np.isfinite(before[:, 0])
+        key, together = operand * len(corrections) + correction, (values, before.T)
+        if not paired.all():
+            key, together = key[paired], (values[:, paired], before[paired].T)
+        add_by(after[: len(_AFTER)], key, together[0])
+        add_by(after[len(_AFTER) :], key, together[1])
     n, n_zeroed, e2, e2_on_d, out2, ref2, *before = after.reshape(-1, n_operands, len(corrections))
     base_e2, base_on_d, base_out2, base_ref2 = before
     left["output"] = _over(out2 * base_ref2, base_out2 * ref2)
@@ -68,9 +69,16 @@ class _Keys:
     def of(self, piece: Any) -> tuple[Indices, Indices]:
         """(operand, step position), each (n,); operand -1 where a row is of none, or of another phase."""
         operand = self.row[codes(piece, "module", self.module_at), codes(piece, "role", self.role_at)]
-        step = np.nan_to_num(piece.column("step").to_numpy(), nan=-1).astype(np.int64)
-        position = np.clip(np.searchsorted(self.seen.steps, step), 0, len(self.seen.steps) - 1)
-        known = (self.seen.steps[position] == step) & (codes(piece, "phase", {self.phase: 0}) == 0)
+        step = piece.column("step").to_numpy()
+        if step.dtype.kind == "f":
+            step = np.nan_to_num(step, nan=-1).astype(np.int64)
+        # Rows of a step stand together: each run of them is looked up once.
+        starts = np.flatnonzero(np.concatenate([[True], step[1:] != step[:-1]]))
+        found = np.clip(np.searchsorted(self.seen.steps, step[starts]), 0, len(self.seen.steps) - 1)
+        is_seen = self.seen.steps[found] == step[starts]
+        lengths = np.diff(np.append(starts, step.size))
+        position = np.repeat(found, lengths)
+        known = np.repeat(is_seen, lengths) & (codes(piece, "phase", {self.phase: 0}) == 0)
         return np.where(known, operand, -1), position
 
 
@@ -84,7 +92,7 @@ def _base_per_step(tensors: Rows, keys: _Keys, n_operands: int) -> Array:
     for piece in tensors.chunks(("step", "module", "role", "phase", *_BASE)):
         operand, position = keys.of(piece)
         values = numbers(piece, _BASE)
-        usable = (operand >= 0) & np.isfinite(values).all(axis=0)
+        usable = (operand >= 0) & all_finite(values)
         counted = np.concatenate([values[:, usable], np.ones((1, int(usable.sum())))])
         add_by(sums, position[usable] * n_operands + operand[usable], counted)
     with np.errstate(invalid="ignore", divide="ignore"):
