@@ -96,7 +96,7 @@ def conform(data: Any, table: str, columns: Collection[str] | None = None) -> An
         try:
             if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
                 column = column.cast(pa.string()).dictionary_encode()
-            arrays.append(column.cast(field.type))
+            arrays.append(column if column.type == field.type else column.cast(field.type))
         except (pa.ArrowException, ValueError) as error:
             raise TraceError(
                 f"table {table}: column {field.name} holds {column.type}, not {field.type} ({error})",
