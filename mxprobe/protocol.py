@@ -15,8 +15,10 @@ Standard library only and Python 3.9 syntax: the agent ships this file.
                           ack       {seq}                                  that batch is on disk
                           ping      {}                                     renews the lease
                           status    {}
+                          trigger   {reason}                           keep the past, full statistics now
                           detach    {}
     client -> controller  status    {}            -> status {...}
+                          trigger   {}            -> triggered {recorded}
                           detach    {}            -> detached {...}
     controller -> listener  connect {socket, archive, token}   -> connected {} | failed {reason, detail}
 
@@ -37,7 +39,7 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 VERBS = frozenset(
     {"hello", "attach", "attached", "failed", "batch", "ack", "ping", "status", "detach", "detached"}
-    | {"connect", "connected"}
+    | {"connect", "connected", "trigger", "triggered"}
 )
 
 Frame = dict[str, Any]
@@ -70,6 +72,12 @@ class AgentConfig:
     replay_every: int = 0
     """Replay a microbatch under `replay_arms` every N-th optimizer step; 0: never."""
     replay_arms: tuple[str, ...] = DEFAULT_ARMS
+    record: bool = False
+    """Flight recorder: norms of every output and gradient at each step, kept for the past and written when triggered."""
+    follow_steps: int = 8
+    """Steps of full statistics after a trigger."""
+    torch_wait_s: float = 3.0
+    """How long to wait for a process that has not yet imported torch."""
     step_timeout_s: float = 60.0
     """How long to wait for the first optimizer step (or rollout) before giving up."""
     lease_s: float = 10.0

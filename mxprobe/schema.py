@@ -252,3 +252,13 @@ TABLES: dict[str, Columns] = {
         ("sent_bytes", "int64"),
     ),
 }
+    # The flight recorder's past, and what followed: see mxprobe.agent.black_box.
+    "flight": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("kind", "dict"),  # output: of a leaf module, the largest call; gradient: of a parameter
+        ("name", "dict"),
+        ("position", "int64"),  # of the module in the step's forward pass, from 0; -1 where it was not seen
+        ("n", "int64"),  # elements
+        ("norm", "float64"),  # L2; not finite where an element is not
+    ),

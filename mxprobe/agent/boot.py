@@ -16,8 +16,6 @@ from mxprobe import protocol
 from mxprobe._version import __version__
 
 HANDSHAKE_TIMEOUT_S = 30.0
-TORCH_WAIT_S = 3.0
-"""A process that is still importing torch is given so long."""
 DETACH_TIMEOUT_S = 5.0
 """Without a step boundary for so long after `detach`, the hooks come out in our own thread."""
 DRAIN_TIMEOUT_S = 10.0
@@ -66,7 +64,7 @@ class _Agent:
             if frame is None or frame["verb"] != "attach":
                 return
             config = protocol.AgentConfig.from_json(frame["config"])
-            if not _wait_for_torch():
+            if not _wait_for_torch(config.torch_wait_s):
                 failed = {"verb": "failed", "reason": "no_torch", "detail": "torch is not among the imported modules"}
                 protocol.send_frame(sock, failed)
                 return
@@ -140,6 +138,8 @@ class _Agent:
             transport.control({"verb": "status", **session.status()})
         elif verb == "detach":
             session.ask_detach("asked")
+        elif verb == "trigger":
+            session.trigger(str(frame.get("reason", "")))
 
     def _leave(self, session: Any, transport: Any) -> None:
         """Finish measuring, send, say goodbye, end the threads."""
@@ -185,9 +185,9 @@ def _hello(token: str) -> dict[str, Any]:
     }
 
 
-def _wait_for_torch() -> bool:
+def _wait_for_torch(seconds: float) -> bool:
     """True once torch is imported as far as its optimizers; it is never imported for us."""
-    deadline = time.monotonic() + TORCH_WAIT_S
+    deadline = time.monotonic() + seconds
     while True:
         torch = sys.modules.get("torch")
         spec = vars(torch).get("__spec__") if torch is not None else None

@@ -94,6 +94,11 @@ def _below(roots: list[nn.Module], is_top: Callable[[nn.Module], bool]) -> set[i
     return {id(module) for top in tops for module in top.modules()}
 
 
+def not_to_be_hooked(roots: list[nn.Module]) -> set[int]:
+    """ids of the modules on which a forward hook never fires, or changes what is computed."""
+    return _below(roots, _is_compiled) | _below(roots, _has_fused_path)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 

@@ -19,13 +19,21 @@ class Schedule:
         self._weights_due = 1
         self._owed_until = 0
         self._generates: bool | None = None
+        self._demanded = 0
+
+    def demand(self, n: int) -> None:
+        """Probe the next n steps that can be, weights included; from any thread."""
+        self._demanded = n
 
     def plan(self, clock: Clock, *, busy: bool) -> None:
         """Decide what of the step `clock.step` is probed. `busy`: earlier snapshots are not measured yet."""
         step = clock.step
         if busy:
             return
-        if step >= self._next_due:
+        if self._demanded:
+            self._demanded -= 1
+            clock.probed = clock.with_weights = True
+        elif step >= self._next_due:
             clock.probed = True
             clock.with_weights = step >= self._weights_due
             self._next_due = max(self._next_due + self._every, step + 1)

@@ -21,11 +21,13 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from mxprobe.agent import black_box
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
+from mxprobe.agent.flight import FlightTap, Norms
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
-from mxprobe.agent.inventory import NO_GRADIENT, Entry, module_rows, take_inventory
+from mxprobe.agent.inventory import NO_GRADIENT, Entry, module_rows, not_to_be_hooked, take_inventory
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
 from mxprobe.agent.rollouts import Measurement, RolloutTap
@@ -74,6 +76,8 @@ class Session:
         self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
         self._replays = Replays(config, self._clock, self.guard, self._on_event)
         self._tokens = RolloutTap(self._clock, self.guard, self._on_event)
+        self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
+        self._black_box = black_box.BlackBox(config.follow_steps)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -112,6 +116,10 @@ class Session:
             self.detach_asked = self.detach_asked or reason
             if self.state in (State.OBSERVING, State.SERVING):
                 self._remove(reason)
+
+    def trigger(self, reason: str) -> None:
+        """Keep what the flight recorder holds, and go to full statistics."""
+        self.worker.put(lambda: self._keep(*self._black_box.trigger(reason), self.worker.step_base + self.n_steps))
 
     def abandon(self, reason: str) -> None:
         """Take the hooks out now, whatever the training thread is doing."""
@@ -179,6 +187,9 @@ class Session:
             self._handles += [root.register_forward_pre_hook(self._on_root_enter) for root in roots]
             self._handles += self._replays.watch(roots, {name: p.module for name, p in self._probes.items()})
             self._handles += self._tokens.watch(roots)
+            if self._flight is not None:
+                self._handles += self._flight.watch(roots, not_to_be_hooked(roots))
+                self._flight.finish(step=0)  # the step just observed, of which the gradients are there
             self._begin_step()
 
     def _set_base(self, count: torch.Tensor) -> None:
@@ -289,6 +300,8 @@ class Session:
         measured = self._tokens.finish()
         if measured is not None:
             self.worker.put(lambda: self._record_rollouts(measured))
+        if self._flight is not None:
+            self._flight.finish(step)
         replayed = None if self.detach_asked else self._replays.run()
         if replayed is not None:
             self.worker.put(lambda: self._record_replay(replayed))
@@ -348,6 +361,24 @@ class Session:
                 self._inventoried = True
                 self._add_modules()
             self._recorder.flush()
+
+    def _on_norms(self, norms: Norms) -> None:
+        self.worker.put(lambda: self._keep_norms(norms))
+
+    def _keep_norms(self, norms: Norms) -> None:
+        def keep() -> None:
+            entry = black_box.Entry.read(norms, self.worker.step_base)
+            self._keep(*self._black_box.add(entry), entry.step)
+
+        if norms.ready:
+            self.worker.aside(norms.ready[0][0], [event for _, event in norms.ready], keep)
+
+    def _keep(self, why: str, rows: list[dict[str, Any]], step: int) -> None:
+        if why:
+            self._schedule.demand(self._config.follow_steps)
+            self._event(black_box.EVENT, why, step - self.worker.step_base)
+        for row in rows:
+            self._recorder.add(black_box.TABLE, row)
 
     def _record_replay(self, rows: Rows) -> None:
         for table, row in rows(self.worker.step_base):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mxprobe.attach.archive import write_archive
+from mxprobe.attach.desk import Desk
 from mxprobe.attach.entry import Entry, enter, unmap
 from mxprobe.attach.process import Process, check_attachable, main_thread_activity
 from mxprobe.attach.recorder import RunTrace, TraceRecorder
@@ -31,6 +32,7 @@ from mxprobe.attach.server import (
     Event,
     Interrupted,
     Peer,
+    TriggerWanted,
     WriteFailed,
 )
 from mxprobe.errors import AttachError, MxprobeError
@@ -39,7 +41,6 @@ from mxprobe.protocol import AgentConfig, Frame
 _TICK_S = 0.25
 _PING_EVERY_S = 1.0
 _ASK_STATUS_EVERY_S = 5.0
-_STATUS_ANSWER_S = 1.0
 _OBSERVE_MARGIN_S = 15.0
 _LEAVE_TIMEOUT_S = 60.0
 _GOODBYE_S = 5.0
@@ -79,6 +80,7 @@ class Controller:
         duration_s: leave after so long; None means until told to.
         via: the only way in to use; None means the first that is open.
         on_attached: called when recording begins.
+        on_jump: told in words when a logged mismatch jumps, in a thread of ours; None means that nobody looks.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Controller:
         duration_s: float | None = None,
         via: str | None = None,
         on_attached: Callable[[], None] = lambda: None,
+        on_jump: Callable[[str], None] | None = None,
     ) -> None:
         self._process = process
         self._config = config
@@ -100,7 +103,7 @@ class Controller:
         self._progress = progress
         self._on_attached = on_attached
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._recorder = TraceRecorder(trace, process.pid)
+        self._recorder = TraceRecorder(trace, process.pid, on_jump)
         self._phase = "entering"
         self._entry: Entry | None = None
         self._clearing: threading.Thread | None = None
@@ -112,8 +115,7 @@ class Controller:
         self._ending: str | None = None
         self._hurry = False
         self._error: MxprobeError | None = None
-        self._waiting_for_status: list[tuple[float, Peer]] = []
-        self._waiting_for_end: list[Peer] = []
+        self._desk = Desk(self.status)
         self._last_ping = self._last_asked = self._died_at = float("-inf")
         self._started_ns = 0
 
@@ -154,6 +156,10 @@ class Controller:
         """Leave at the next step; a second time: at once."""
         self._events.put(Interrupted())
 
+    def trigger(self, reason: str) -> None:
+        """Have the agent keep its past and go to full statistics; from any thread."""
+        self._events.put(TriggerWanted(reason))
+
     # Phases
 
     def _get_in(self, run_directory: RunDirectory, token: str) -> None:
@@ -181,11 +187,9 @@ class Controller:
         self._clearing = threading.Thread(target=self._clear_statement, args=(run_directory,), daemon=True)
         self._clearing.start()  # not here: the agent is to hear pings meanwhile
         waiting = f"process {pid} has the agent; waiting for its next optimizer step or generation"
-        if not self._until(
-            lambda: self._attached is not None,
-            2 * config.step_timeout_s + _OBSERVE_MARGIN_S,  # the agent waits for a step, then for generation
-            lambda: self._progress.show(waiting),
-        ):
+        # The agent waits for torch, for a step, then for generation.
+        patience_s = config.torch_wait_s + 2 * config.step_timeout_s + _OBSERVE_MARGIN_S
+        if not self._until(lambda: self._attached is not None, patience_s, lambda: self._progress.show(waiting)):
             raise refuse("no_step", pid, seconds=config.step_timeout_s)
 
     def _clear_statement(self, run_directory: RunDirectory) -> None:
@@ -292,6 +296,9 @@ class Controller:
                 self._end("write_failed", str(error))
             case ClientAsked(client, verb):
                 self._serve_client(client, verb)
+            case TriggerWanted(reason):
+                if self._phase == "recording":
+                    self._say_to_agent({"verb": "trigger", "reason": reason})
             case Interrupted():
                 self._hurry = self._ending is not None and self._phase == "leaving"
                 self._end("interrupted", "")
@@ -302,7 +309,7 @@ class Controller:
                 self._attached = frame
             case "status":
                 self._agent_status = {key: value for key, value in frame.items() if key != "verb"}
-                self._answer_status(everyone=True)
+                self._desk.answer_status(everyone=True)
             case "detached":
                 self._detached = frame
                 self._end(str(frame.get("reason") or "agent_left"), "")
@@ -353,7 +360,7 @@ class Controller:
         if self._phase == "recording" and now - self._last_asked >= _ASK_STATUS_EVERY_S:
             self._last_asked = now
             self._say_to_agent({"verb": "status"})
-        self._answer_status(everyone=False)
+        self._desk.answer_status(everyone=False)
 
     def _say_to_agent(self, frame: Frame) -> None:
         if self._agent is not None:
@@ -366,35 +373,30 @@ class Controller:
 
     def _serve_client(self, client: Peer, verb: str) -> None:
         if verb == "detach":
-            self._waiting_for_end.append(client)
+            self._desk.wait_for_end(client)
             self._end("detached", "")
-            return
-        self._waiting_for_status.append((time.monotonic() + _STATUS_ANSWER_S, client))
-        if self._phase == "recording" and self._agent is not None:
-            self._say_to_agent({"verb": "status"})
+        elif verb == "trigger":
+            recording = self._phase == "recording" and self._agent is not None
+            if recording:
+                self._say_to_agent({"verb": "trigger", "reason": "mxprobe trigger"})
+            client.send({"verb": "triggered", "recording": recording, "past": recording and self._config.record})
         else:
-            self._answer_status(everyone=True)
-
-    def _answer_status(self, *, everyone: bool) -> None:
-        now = time.monotonic()
-        due = [client for deadline, client in self._waiting_for_status if everyone or now >= deadline]
-        self._waiting_for_status = [item for item in self._waiting_for_status if item[1] not in due]
-        for client in due:
-            client.send({"verb": "status", **self.status()})
+            self._desk.wait_for_status(client)
+            if self._phase == "recording" and self._agent is not None:
+                self._say_to_agent({"verb": "status"})
+            else:
+                self._desk.answer_status(everyone=True)
 
     def _answer_the_end(self) -> None:
-        self._answer_status(everyone=True)
-        for client in self._waiting_for_end:
-            client.send(
-                {
-                    "verb": "detached",
-                    "reason": self._ending,
-                    "directory": str(self._directory.absolute()),
-                    "n_rows": self._recorder.n_rows,
-                    "steps": (self._detached or {}).get("steps"),
-                    "recorded": self._started_ns > 0,
-                }
-            )
+        self._desk.answer_the_end(
+            {
+                "reason": self._ending,
+                "directory": str(self._directory.absolute()),
+                "n_rows": self._recorder.n_rows,
+                "steps": (self._detached or {}).get("steps"),
+                "recorded": self._started_ns > 0,
+            }
+        )
 
     def status(self) -> dict[str, Any]:
         """What `mxprobe status` shows. `agent` is what the agent last said of itself."""

@@ -136,6 +136,7 @@ class Group:
                 duration_s=options.duration_s,
                 via=options.via,
                 on_attached=lambda: self._settle(member),
+                on_jump=self._trigger_all if options.config.record else None,
             )
             member.controller = controller
             if self._stop.is_set():
@@ -172,6 +173,12 @@ class Group:
                 remedy="`mxprobe doctor` says which ways in work here",
             )
         return outcomes
+
+    def _trigger_all(self, reason: str) -> None:
+        """What one process logs concerns all: the one that logs may not be one that trains."""
+        for member in self._members:
+            if member.controller is not None:
+                member.controller.trigger(reason)
 
     def _interrupt(self) -> None:
         self._stop.set()

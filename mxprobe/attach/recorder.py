@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mxprobe.attach.mismatch_watch import MismatchWatch
 from mxprobe.errors import TraceError, UsageError
 from mxprobe.metrics import canonicalize
 from mxprobe.protocol import Frame
@@ -107,9 +108,9 @@ def _of_one(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TraceRecorder:
-    """One process's share of a trace. Counts what it writes."""
+    """One process's share of a trace. Counts what it writes; `on_jump` is told when a logged mismatch jumps."""
 
-    def __init__(self, trace: RunTrace, pid: int) -> None:
+    def __init__(self, trace: RunTrace, pid: int, on_jump: Callable[[str], None] | None = None) -> None:
         self.rank = 0
         self.n_batches = 0
         self.n_rows = 0
@@ -117,6 +118,8 @@ class TraceRecorder:
         self._trace = trace
         self._pid = pid
         self._facts: dict[str, Any] = {}
+        self._on_jump = on_jump
+        self._mismatch = MismatchWatch()
         self._opened = False
         self._lock = threading.Lock()
 
@@ -143,6 +146,8 @@ class TraceRecorder:
         table, columns = str(frame["table"]), dict(frame["columns"])
         if table == "signals":
             columns = dict(canonicalize(columns))
+            if self._on_jump is not None and (jump := self._mismatch.see(columns)):
+                self._on_jump(jump)
         try:
             self._trace.open().append(table, columns, rank=self.rank)
         except KeyError as error:

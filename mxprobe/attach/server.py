@@ -78,7 +78,14 @@ class Interrupted:
     """Asked to leave, by the user of this very process."""
 
 
-Event = AgentHello | AgentSaid | AgentGone | WriteFailed | ClientAsked | Interrupted
+@dataclass(frozen=True)
+class TriggerWanted:
+    """The flight recorders are to write their past, for that reason."""
+
+    reason: str
+
+
+Event = AgentHello | AgentSaid | AgentGone | WriteFailed | ClientAsked | Interrupted | TriggerWanted
 
 
 class ControlServer:
@@ -125,7 +132,7 @@ class ControlServer:
             if frame["verb"] == "hello":
                 if self._is_our_agent(pid, frame) and self._has_agent.acquire(blocking=False):
                     self._serve_agent(peer, frame)
-            elif frame["verb"] in ("status", "detach"):
+            elif frame["verb"] in ("status", "detach", "trigger"):
                 self._events.put(ClientAsked(peer, frame["verb"]))
                 peer.receive()  # None once the client has its answer and leaves
         except (OSError, ProtocolError):

@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "attach": "Attach to a running training process and record a trace.",
     "detach": "Take the probe off a process; its trace is closed.",
     "status": "Show what is attached, and how it is doing.",
+    "trigger": "Go to full statistics now; with --record, keep what came before.",
     "run": "Start a job that can be attached without ptrace.",
     "report": "Write a trace as one offline HTML page.",
     "recommend": "Give the verdict, its evidence and a correction.",

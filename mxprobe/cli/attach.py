@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,7 +19,11 @@ from mxprobe_kernels.formats import Rule
 if TYPE_CHECKING:
     from mxprobe.attach.group import AttachOptions
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 _DEFAULTS = AgentConfig()
+_MAX_TORCH_WAIT_S = 60.0  # of one try: meanwhile the agent listens to nobody
+_RULES = [rule.value for rule in Rule]
 MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 
 _ENDED = {
@@ -34,6 +38,11 @@ _ENDED = {
 }
 
 
+def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callable[[_F], _F]:
+    """An option for one field of `AgentConfig`, with that field's default."""
+    return click.option(flag, type=kind, default=getattr(_DEFAULTS, field), show_default=True, help=help)
+
+
 @click.command("attach")
 @targets.argument
 @click.option("--job", is_flag=True, help="Every rank, on this machine, of the torchrun or accelerate job of PID.")
@@ -41,46 +50,25 @@ _ENDED = {
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Trace directory; default ./NAME-PID-TIME.mxprobe."
 )
-@click.option(
-    "--every", type=click.IntRange(min=1), default=_DEFAULTS.every, show_default=True, help="Probe every N-th step."
-)
-@click.option(
-    "--weights-every",
-    type=click.IntRange(min=1),
-    default=_DEFAULTS.weights_every,
-    show_default=True,
-    help="Decompose the weights every N-th step.",
-)
-@click.option(
+@_setting("--every", "every", click.IntRange(min=1), "Probe every N-th step.")
+@_setting("--weights-every", "weights_every", click.IntRange(min=1), "Decompose the weights every N-th step.")
+@_setting(
     "--sensitivity-every",
-    type=click.IntRange(min=0),
-    default=_DEFAULTS.sensitivity_every,
-    show_default=True,
-    help="Replay a microbatch every N-th step to see which operands matter; 0: never.",
+    "sensitivity_every",
+    click.IntRange(min=0),
+    "Replay a microbatch every N-th step to see which operands matter; 0: never.",
 )
-@click.option(
+@_setting(
     "--replay-every",
-    type=click.IntRange(min=0),
-    default=_DEFAULTS.replay_every,
-    show_default=True,
-    help="Replay a microbatch every N-th step under other roundings; 0: never.",
+    "replay_every",
+    click.IntRange(min=0),
+    "Replay a microbatch every N-th step under other roundings; 0: never.",
 )
 @click.option("--layers", multiple=True, metavar="GLOB", help="Only modules whose name matches; may be repeated.")
-@click.option(
-    "--rule",
-    type=click.Choice([rule.value for rule in Rule]),
-    default=_DEFAULTS.rule,
-    show_default=True,
-    help="Scale rule of the MXFP4 quantizer that errors are measured for.",
-)
+@_setting("--rule", "rule", click.Choice(_RULES), "Scale rule of the MXFP4 quantizer that errors are measured for.")
+@click.option("--record", is_flag=True, help="Flight recorder: norms at every step, written when something goes wrong.")
 @click.option("--duration", type=Duration(), help="Detach after so long, e.g. 10m.")
-@click.option(
-    "--step-timeout",
-    type=Duration(),
-    default=_DEFAULTS.step_timeout_s,
-    show_default=True,
-    help="Give up if the process takes no step for so long.",
-)
+@_setting("--step-timeout", "step_timeout_s", Duration(), "Give up if the process takes no step for so long.")
 @click.option("--via", type=click.Choice(MECHANISMS), help="Use this way in and no other; default: the first open.")
 @click.option("--wait", type=Duration(), help="Keep trying for so long while the process has not yet imported torch.")
 @click.option("--background", is_flag=True, help="Return once attached; detach with `mxprobe detach PID`.")
@@ -95,6 +83,7 @@ def command(
     replay_every: int,
     layers: tuple[str, ...],
     rule: str,
+    record: bool,
     duration: float | None,
     step_timeout: float,
     via: str | None,
@@ -121,10 +110,12 @@ def command(
         replay_every=replay_every,
         layers=layers or _DEFAULTS.layers,
         rule=rule,
+        record=record,
+        torch_wait_s=min(max(wait or 0.0, _DEFAULTS.torch_wait_s), _MAX_TORCH_WAIT_S),
         step_timeout_s=step_timeout,
     )
 
-    def record(ready: Callable[[], None]) -> None:
+    def attach(ready: Callable[[], None]) -> None:
         from mxprobe.attach.group import AttachOptions
         from mxprobe.attach.ray_actors import NOT_TRAINING
 
@@ -141,12 +132,12 @@ def command(
         _record(found, options, ready=ready)
 
     if not background:
-        record(lambda: None)
+        attach(lambda: None)
         click.echo(directory)
         return
     from mxprobe.attach.background import LOG_NAME, run_in_background
 
-    controller_pid = run_in_background(record, directory / LOG_NAME)
+    controller_pid = run_in_background(attach, directory / LOG_NAME)
     attached = " ".join(map(str, found.pids))
     click.echo(f"attached to {attached}; process {controller_pid} records (log: {directory / LOG_NAME})", err=True)
     click.echo(directory)

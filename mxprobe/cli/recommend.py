@@ -53,6 +53,9 @@ def command(trace: Path, as_json: bool, explain: bool, framework: str | None, ov
     recommendation = recommend(opened, thresholds, framework=framework)
     for problem in opened.problems:
         click.echo(f"note: {printable(problem)}", err=True)
+    events = opened.events()
+    for event in events[events["kind"].astype(str) == "flight"].itertuples():
+        click.echo(f"note: flight recorder at step {event.step}: {printable(str(event.detail))}", err=True)
     if as_json:
         click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
     else:

@@ -18,8 +18,9 @@ _START_UP_S = 1.0  # until the interpreter is one
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Attach as soon as torch is there, and write this trace."
 )
+@click.option("--record", is_flag=True, help="With -o: keep a flight recorder's past from the first steps on.")
 @click.argument("job", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(output: Path | None, job: tuple[str, ...]) -> None:
+def command(output: Path | None, record: bool, job: tuple[str, ...]) -> None:
     """Start JOB so that it and its Python children can be attached without ptrace.
 
     \b
@@ -32,12 +33,16 @@ def command(output: Path | None, job: tuple[str, ...]) -> None:
     """
     from mxprobe.attach.job import is_launcher
 
+    if record and output is None:
+        raise UsageError(
+            "--record needs -o", remedy="name the trace's directory with -o, or attach later with --record"
+        )
     environ = dict(os.environ)
     environ["MXPROBE_LISTEN"] = "1"
     others = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *([others] if others else [])])
     if output is not None:
-        _attach_later(os.getpid(), output, ranks=is_launcher(job))
+        _attach_later(os.getpid(), output, ranks=is_launcher(job), record=record)
     try:
         os.execvpe(job[0], list(job), environ)
     except OSError as error:
@@ -48,11 +53,11 @@ def command(output: Path | None, job: tuple[str, ...]) -> None:
         ) from None
 
 
-def _attach_later(pid: int, output: Path, *, ranks: bool) -> None:
+def _attach_later(pid: int, output: Path, *, ranks: bool, record: bool) -> None:
     """Start `mxprobe attach` beside the job, as nobody's child: the job must not come to wait for it."""
     output.mkdir(parents=True, exist_ok=True)
     attach = [sys.executable, "-m", "mxprobe", "attach", str(pid), "-o", str(output), "--wait", _WAIT_FOR_TORCH]
-    attach += ["--job"] if ranks else []
+    attach += [*(["--job"] if ranks else []), *(["--record"] if record else [])]
     became_job, until_exec = os.pipe()  # closed on exec: its end says that this process has become the job
     middle = os.fork()
     if middle:

@@ -146,7 +146,7 @@ class Report:
         }
 
 
-MARKED_EVENTS = ("attached", "detached", "nonfinite", "error")
+MARKED_EVENTS = ("attached", "detached", "nonfinite", "flight", "error")
 
 
 def build_report(

@@ -141,6 +141,7 @@ def attended(run: Run, controller: StandinController) -> None:
             run.step()
             if step == ATTACH_AT + 2:
                 assert controller.frame("attached")["role"] == "trainer"
+                controller.send({"verb": "trigger", "reason": "test"})
             if ATTACH_AT + 2 < step < DETACH_AT:
                 time.sleep(0.02)
             if step == DETACH_AT:
@@ -182,7 +183,8 @@ def test_a_run_is_bit_identical_with_and_without(how: str, tmp_path: Path):
     for _ in range(STEPS):
         alone.step()
     watched = Run(how)
-    with controlled(tmp_path, every=3, weights_every=3, whatifs=("of:0.5",)) as controller:
+    record = how not in ("plain", "parametrized")
+    with controlled(tmp_path, every=3, weights_every=3, whatifs=("of:0.5",), record=record) as controller:
         attended(watched, controller)
     assert watched.fingerprint() == alone.fingerprint()
     assert_nothing_left(watched.model)
@@ -191,6 +193,7 @@ def test_a_run_is_bit_identical_with_and_without(how: str, tmp_path: Path):
     assert detached["n_errors"] == 0, [row for row in controller.rows["events"] if row["kind"] == "error"]
     assert detached["probed_steps"] >= 2
     _check_rows(how, controller)
+    _check_flight(watched.model, controller.rows.get("flight", []), record=record)
 
 
 def _check_rows(how: str, controller: StandinController) -> None:
@@ -221,6 +224,20 @@ def _check_rows(how: str, controller: StandinController) -> None:
     steps = [row["step"] for row in controller.rows["overhead"]]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     assert steps[0] in (ATTACH_AT + 2, ATTACH_AT + 3)
+
+
+def _check_flight(model: Model, rows: list[dict[str, object]], *, record: bool):
+    if not record:
+        assert not rows
+        return
+    gradients = {row["name"] for row in rows if row["kind"] == "gradient"}
+    assert gradients == {name for name, _ in model.named_parameters()}
+    outputs = [row["name"] for row in rows if row["kind"] == "output" and row["step"] == rows[-1]["step"]]
+    leaves = [name for name, module in model.named_modules() if not any(True for _ in module.children())]
+    assert outputs[0] == "embed"
+    assert outputs[-1] == "head"
+    assert len(outputs) == len(set(outputs))
+    assert set(outputs) == {name for name in leaves if model.how != "encoder" or not name.startswith("blocks")}
 
 
 def test_an_agent_that_fails_at_every_call_takes_itself_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

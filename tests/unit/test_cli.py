@@ -30,10 +30,12 @@ OPTIONS = {
         "job",
         "via",
         "ray",
+        "record",
     },
+    "trigger": {"job"},
     "detach": {"job"},
     "status": {"as_json", "job"},
-    "run": {"output"},
+    "run": {"output", "record"},
     "doctor": {"as_json", "install_listener", "remove_listener"},
 }
 
