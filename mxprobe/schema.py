@@ -226,6 +226,16 @@ TABLES: dict[str, Columns] = {
         ("value", "float64"),
     ),
     "events": (("step", "int64"), ("time_ns", "int64"), ("kind", "dict"), ("detail", "string")),
+    # The flight recorder's past, and what followed: see mxprobe.agent.black_box.
+    "flight": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("kind", "dict"),  # output: of a leaf module, the largest call; gradient: of a parameter
+        ("name", "dict"),
+        ("position", "int64"),  # of the module in the step's forward pass, from 0; -1 where it was not seen
+        ("n", "int64"),  # elements
+        ("norm", "float64"),  # L2; not finite where an element is not
+    ),
     # The last row per module wins: written at attach, again at detach with the counts.
     "modules": (
         ("time_ns", "int64"),
@@ -252,13 +262,3 @@ TABLES: dict[str, Columns] = {
         ("sent_bytes", "int64"),
     ),
 }
-    # The flight recorder's past, and what followed: see mxprobe.agent.black_box.
-    "flight": (
-        ("step", "int64"),
-        ("time_ns", "int64"),
-        ("kind", "dict"),  # output: of a leaf module, the largest call; gradient: of a parameter
-        ("name", "dict"),
-        ("position", "int64"),  # of the module in the step's forward pass, from 0; -1 where it was not seen
-        ("n", "int64"),  # elements
-        ("norm", "float64"),  # L2; not finite where an element is not
-    ),
