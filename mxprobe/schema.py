@@ -193,13 +193,66 @@ TABLES: dict[str, Columns] = {
         ("sum_entropy_shift", "float64"),
         ("loss_shift", "float64"),  # of the loss that the model itself returns; NaN if it returns none
     ),
-    # Log-probabilities of sampled tokens by rollout and trainer, measured by the agent: see mxprobe.agent.logprobs.
-    # d = log p_rollout - log p_train, w = exp(-d); sums over tokens.
+    # The weight gradient of each arm of a replay, all six operands of every Linear rounded as the arm says, run back
+    # from the gradient of the run's loss at the policy. Relative error, cosine, norm ratio: derived.
+    "replay_gradients": (
+        *_WHEN,
+        ("arm", "dict"),
+        ("module", "dict"),
+        ("format", "dict"),
+        ("rule", "dict"),
+        ("sampled_frac", "float64"),  # of the weight's output features
+        ("ref2", "float64"),  # ||dW of high||^2
+        ("err2", "float64"),  # ||dW of the arm - dW of high||^2
+        ("ref_err", "float64"),  # <dW of high, dW of the arm - dW of high>
+    ),
+    # What the error of one operand does to the weight gradients of the whole model, wherever it travels: see
+    # mxprobe.agent.replay.gradient_probes.
+    "gradient_probes": (
+        *_WHEN,
+        ("module", "dict"),  # or a group of them, `*.q_proj`
+        ("role", "dict"),
+        ("component", "dict"),  # total, scale, deadzone, grid
+        ("format", "dict"),
+        ("rule", "dict"),
+        ("method", "dict"),  # double_backward: first order; intervention: run again with the error put in
+        ("n_probes", "int64"),  # random directions behind err2; 0 for an intervention
+        ("ref2", "float64"),  # ||all weight gradients||^2
+        ("err2", "float64"),  # ||their change||^2
+    ),
+    # Do updates reach the quantized policy? Between two versions of the watched weights of a module, of neighbouring
+    # steps where there are: see mxprobe.agent.updates.
+    "updates": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("module", "dict"),
+        ("from_step", "int64"),
+        ("format", "dict"),
+        ("rule", "dict"),
+        ("n", "int64"),  # elements compared
+        ("n_flipped", "int64"),  # whose quantized value changed
+        ("n_code_flipped", "int64"),  # whose E2M1 code changed
+        ("n_returned", "int64"),  # whose quantized value changed back to that of the version before
+        ("n_near", "int64"),  # within a tenth of a grid step of a rounding boundary, before the update
+        ("n_returnable", "int64"),  # elements with a version before: n or 0
+        ("sum_w2", "float64"),
+        ("sum_dw2", "float64"),
+        ("sum_dq2", "float64"),
+        ("sum_dw_dq", "float64"),
+        ("sum_abs_dw", "float64"),
+        ("sum_abs_dq", "float64"),
+    ),
+    # Log-probabilities of sampled tokens by rollout and trainer: see mxprobe.agent.{mismatch,logprobs,batch}.
+    # d = log p_rollout - log p_train, w = exp(-d), dp = p_rollout - p_train; sums over tokens.
     "rollouts": (
         ("step", "int64"),
         ("time_ns", "int64"),
-        ("stratum", "dict"),  # all; entropy_q1 (lowest) to entropy_q4: quarters by the rollout's entropy
-        ("temperature", "float64"),  # at which both sides are taken
+        ("source", "dict"),  # generation: measured in this process; else the function that was given the batch
+        # all; entropy_q1 (lowest) to entropy_q4: quarters by the rollout's entropy; advantage_positive, _negative,
+        # _zero; position_0, _16, _64, ... and length_...: bins of the token's place and the response's length by
+        # their first value; lag_0 to lag_4 (and more): updates the drawing policy is behind
+        ("stratum", "dict"),
+        ("temperature", "float64"),  # at which both sides are taken; NaN where it is the framework's
         ("dtype", "dict"),  # the coarsest that the log-probabilities of either side have passed through
         ("n_sequences", "int64"),  # found in a training batch of the step ...
         ("n_unmatched", "int64"),  # ... and looked for in vain
@@ -211,8 +264,12 @@ TABLES: dict[str, Columns] = {
         ("sum_k3", "float64"),  # w - 1 + d
         ("sum_w", "float64"),  # effective sample size: sum_w^2 / (n_tokens sum_w2)
         ("sum_w2", "float64"),  # / n_tokens - 1 = chi squared of train from rollout
+        ("sum_dp", "float64"),
+        ("sum_abs_dp", "float64"),
         ("n_outside_clip", "int64"),  # |w - 1| > 0.2
-        ("sum_entropy_rollout", "float64"),
+        ("n_false_clip", "int64"),  # of those, the ones whose gradient PPO takes away; null: advantages not known
+        ("n_nonfinite", "int64"),  # tokens left out because a side has no finite log-probability for them
+        ("sum_entropy_rollout", "float64"),  # null where a batch does not hold it
         ("sum_entropy_train", "float64"),
     ),
     "signals": (

@@ -33,22 +33,30 @@ def gradient_ratios(
     """
     grouped = gradients.groupby(list(by), observed=True, sort=True)
     sums = grouped[[*_SUMS, *_HALVES]].sum(min_count=1)
-    ref2, err2, ref_err = (sums[name].to_numpy(dtype=float) for name in _SUMS)
+    ref2 = sums["ref2"].to_numpy(dtype=float)
     a2, b2, ab = (sums[name].to_numpy(dtype=float) for name in _HALVES)
     with np.errstate(divide="ignore", invalid="ignore"):
-        with_error2 = ref2 + 2.0 * ref_err + err2
         half_cosine = ab / np.sqrt(a2 * b2)
         noise = (a2 + b2 - 2.0 * ab) / ref2
-        frame = pd.DataFrame(
+        halves = {
+            "half_cosine": half_cosine,
+            "sampling_noise": noise,
+            "is_withheld": (half_cosine < min_half_cosine) | (noise > max_sampling_noise),
+        }
+    return error_ratios(sums).assign(**halves).reset_index()
+
+
+def error_ratios(sums: pd.DataFrame) -> pd.DataFrame:
+    """`relative_l2`, `cosine`, `log2_norm_ratio`, `projection_gain` of added `ref2`, `err2`, `ref_err`; same index."""
+    ref2, err2, ref_err = (sums[name].to_numpy(dtype=float) for name in _SUMS)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        with_error2 = ref2 + 2.0 * ref_err + err2
+        return pd.DataFrame(
             {
                 "relative_l2": np.sqrt(err2 / ref2),
                 "cosine": (ref2 + ref_err) / np.sqrt(ref2 * with_error2),
                 "log2_norm_ratio": 0.5 * np.log2(with_error2 / ref2),
                 "projection_gain": 1.0 + ref_err / ref2,
-                "half_cosine": half_cosine,
-                "sampling_noise": noise,
-                "is_withheld": (half_cosine < min_half_cosine) | (noise > max_sampling_noise),
             },
             index=sums.index,
         )
-    return frame.reset_index()

@@ -146,6 +146,10 @@ def test_a_run_is_bit_identical_with_and_without_replays(how: str, tmp_path: Pat
     assert all(set(row) == {name for name, _ in TABLES["replays"]} for row in replays)
     assert {row["arm"] for row in replays} == {"q", "noise"}
     assert all(row["sum_kl"] > 0 for row in replays)
+    gradients = controller.rows["replay_gradients"]
+    assert all(set(row) == {name for name, _ in TABLES["replay_gradients"]} for row in gradients)
+    assert {row["module"] for row in gradients} == {row["module"] for row in rows}
+    assert all(row["ref2"] > 0 and row["err2"] > 0 for row in gradients)
 
 
 @pytest.mark.parametrize(

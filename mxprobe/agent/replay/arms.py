@@ -14,7 +14,11 @@ e_scale and e_grid point against each other:
     scale = (M(q) - M(qstar)) / M(q)    deadzone = (M(qstar) - M(qstar_dz)) / M(q)    grid = M(qstar_dz) / M(q)
 
 Products are float32 without autocast in every arm, because bfloat16 cannot hold Q*. All arms start from the same
-random state: differences are paired. No gradient is recorded.
+random state: differences are paired.
+
+Given the gradient of the run's loss at the policy, each arm runs backwards from it as well, all six operands of a
+Linear rounded as the arm says (`backward`): what rounding does to every weight gradient, of which the same split and
+controls are taken. The gradient at the policy is the run's in every arm. No parameter's `.grad` is touched.
 """
 
 from __future__ import annotations
@@ -24,14 +28,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Callable, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import mxprobe_kernels
+from mxprobe.agent.replay.backward import GradientSums, Layer, RoundedLinear, WeightGradients
 from mxprobe.agent.replay.call import Call, NotReplayableError, forward, replayed
 from mxprobe.agent.replay.linears import Intercept, Product
 from mxprobe.agent.replay.policy import (
     TOKEN_ARGUMENT,
+    PolicyGradient,
     PolicyOutput,
     chosen,
     draw_tokens,
@@ -50,6 +55,7 @@ MAX_REFERENCE = 1 << 26
 """Elements of the reference log-probabilities that are kept; samples over it are left out."""
 
 FORWARD_ROLES = (Role.X_FWD, Role.W_FWD)
+BACKWARD_ROLES = (Role.G_DGRAD, Role.W_DGRAD, Role.G_WGRAD, Role.X_WGRAD)
 
 Row = dict[str, Any]
 Quantize = Callable[[torch.Tensor, int], torch.Tensor]
@@ -87,29 +93,42 @@ def _from_fields(arm: str, x: torch.Tensor, seed: int, format: str, rule: str) -
     return (fields.x + noise * size).float()
 
 
-def arm_product(quantize: Quantize, *, only: Collection[tuple[str, Role]] | None = None, seed: int = 0) -> Product:
+_SEED_OF_ROLE = {role: i for i, role in enumerate((Role.W_FWD, Role.X_FWD, *BACKWARD_ROLES))}
+
+
+def arm_product(
+    quantize: Quantize,
+    *,
+    only: Collection[tuple[str, Role]] | None = None,
+    seed: int = 0,
+    gradients: WeightGradients | None = None,
+) -> Product:
     """The product of a Linear under an arm: Q(x) Q(W)^T + b, float32, returned in the layer's own dtype.
 
     only: the (module, role) whose operands the arm changes; all if None. W's control noise depends on the module and
-    `seed` alone: the error of W is a fixed bias, so its control is frozen too.
+    `seed` alone: the error of W is a fixed bias, so its control is frozen too. gradients: where the weight gradients
+    of trained modules go in a backward pass for its anchors.
     """
     weights: dict[str, torch.Tensor] = {}
 
-    def changes(name: str, role: Role) -> bool:
-        return only is None or (name, role) in only
-
     def product(name: str, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         noise_seed = zlib.crc32(name.encode()) ^ seed
-        with torch.autocast(x.device.type, enabled=False):
-            if name not in weights:
-                w = module.weight.detach()
-                weights[name] = quantize(w, noise_seed) if changes(name, Role.W_FWD) else w.float()
-            rows = x.reshape(-1, x.shape[-1])
-            rows = quantize(rows, noise_seed + 1) if changes(name, Role.X_FWD) else rows.float()
-            bias: Any = module.bias
-            y = F.linear(rows, weights[name], None if bias is None else bias.float()).reshape(*x.shape[:-1], -1)
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        return y.to(dtype)
+
+        def rounds(role: Role, operand: torch.Tensor) -> torch.Tensor:
+            changes = only is None or (name, role) in only
+            return quantize(operand, noise_seed + _SEED_OF_ROLE[role]) if changes else operand.float()
+
+        w, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()  # pyright: ignore[reportUnnecessaryComparison]
+        if name not in weights:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                weights[name] = rounds(Role.W_FWD, w)
+        wanted = gradients if gradients is not None and module.weight.requires_grad else None
+        anchor = None
+        if wanted is not None and torch.is_grad_enabled():
+            anchor = wanted.anchor(x.device)
+        elif wanted is not None:
+            wanted.unreached.add(name)
+        return RoundedLinear.apply(x, anchor, Layer(name, w, bias, weights[name], rounds, wanted))
 
     return product
 
@@ -138,11 +157,22 @@ class Arm(NamedTuple):
     """`exact` from logits, `k3` (exp d - 1 - d, d = log p_arm - log p_high of the run's tokens) otherwise."""
     values: torch.Tensor
     """float64 [6]: n_tokens, KL(high || arm), d, d^2, entropy - entropy of high, loss - loss of high."""
+    gradients: tuple[GradientSums, ...] = ()
+    """Per module; none where the gradient at the policy is not known or does not reach the Linears."""
 
     def row(self) -> Row:
         """A row of table `replays` without when; copies from the device, which waits for it."""
         names = ("n_tokens", "sum_kl", "sum_log_prob_shift", "sum_log_prob_shift2", "sum_entropy_shift", "loss_shift")
         return {"arm": self.name, "estimator": self.estimator, **dict(zip(names, self.values.tolist()))}
+
+    def gradient_rows(self) -> Iterator[Row]:
+        """Rows of table `replay_gradients` without when; one copy from the device."""
+        if not self.gradients:
+            return
+        values = torch.stack([each.values.cpu() for each in self.gradients]).tolist()
+        for (module, sampled_frac, _), sums in zip(self.gradients, values):
+            shared = {"arm": self.name, "module": module, "sampled_frac": sampled_frac}
+            yield {**shared, **dict(zip(("ref2", "err2", "ref_err"), sums))}
 
 
 def replay_arms(
@@ -151,6 +181,7 @@ def replay_arms(
     arms: Sequence[str] = DEFAULT_ARMS,
     *,
     mask: torch.Tensor | None = None,
+    gradient: PolicyGradient | None = None,
     only: Collection[tuple[str, Role]] | None = None,
     format: str = "mxfp4",
     rule: str = "rceil",
@@ -158,23 +189,49 @@ def replay_arms(
 ) -> Iterator[Arm]:
     """Run the call once per arm (and once for `high`, always), all Linears of `modules` rounding as the arm says.
 
-    mask: [B, T] of the positions that count; all of them if None. only: see `arm_product`. ValueError for an unknown
-    arm; NotReplayableError where the model returns no policy.
+    mask: [B, T] of the positions that count; all of them if None. gradient: that of the run's loss at the policy; with
+    it every arm runs backwards too. only: see `arm_product`. ValueError for an unknown arm; NotReplayableError where
+    the model returns no policy.
     """
     quantizers = {arm: quantizer(arm, format=format, rule=rule) for arm in arms}
-    output = _run(call, modules, arm_product(quantizer(HIGH)))
+    high = None if gradient is None else WeightGradients(modules)
+    output = _run(call, modules, arm_product(quantizer(HIGH), gradients=high), gradient, high)
     reference = _reference(call, output, mask, seed)
     for arm, quantize in quantizers.items():
-        output = _run(call, modules, arm_product(quantize, only=only, seed=seed))
-        yield Arm(arm, EXACT if reference.log_probs is not None else K3, _compare(reference, output))
+        found = None if high is None or not high.of else WeightGradients(modules)
+        product = arm_product(quantize, only=only, seed=seed, gradients=found)
+        output = _run(call, modules, product, gradient, found)
+        sums = () if found is None or high is None else tuple(found.against(high, modules))
+        yield Arm(arm, EXACT if reference.log_probs is not None else K3, _compare(reference, output), sums)
 
 
-def _run(call: Call, modules: Mapping[str, nn.Linear], product: Product) -> PolicyOutput:
-    with replayed(call, gradient=False), Intercept(modules, product):
+def _run(
+    call: Call,
+    modules: Mapping[str, nn.Linear],
+    product: Product,
+    gradient: PolicyGradient | None,
+    gradients: WeightGradients | None,
+) -> PolicyOutput:
+    with replayed(call, gradient=gradients is not None), Intercept(modules, product):
         policy = find_policy(forward(call))
-    if policy is None:
-        raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
-    return policy
+        if policy is None:
+            raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
+        if gradient is not None and gradients is not None:
+            _run_back(policy, gradient, gradients)
+    return policy.detached()
+
+
+def _run_back(policy: PolicyOutput, gradient: PolicyGradient, gradients: WeightGradients) -> None:
+    """Fills `gradients`; leaves it empty where a region that is checkpointed reentrantly lies in the way."""
+    outputs, at_outputs = gradient.pairs(policy)
+    if not outputs or not gradients.anchors:
+        return
+    try:
+        torch.autograd.grad(outputs, gradients.anchors, at_outputs, allow_unused=True)
+    except RuntimeError:
+        if not gradients.unreached:
+            raise
+        gradients.of.clear()
 
 
 @torch.no_grad()
@@ -221,7 +278,10 @@ def _compare(reference: Reference, output: PolicyOutput) -> torch.Tensor:
 
 
 def sequential_split(kl: Mapping[str, float]) -> dict[str, float]:
-    """{"q", "qstar", "qstar_dz": KL} -> {"scale", "deadzone", "grid": share}, which sum to 1; NaN where KL(q) is 0."""
+    """{"q", "qstar", "qstar_dz": KL} -> {"scale", "deadzone", "grid": share}, which sum to 1; NaN where KL(q) is 0.
+
+    Of weight gradients, M is the squared relative error.
+    """
     whole = kl["q"]
     if not whole > 0:
         return dict.fromkeys(("scale", "deadzone", "grid"), float("nan"))

@@ -18,12 +18,14 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, undisturbed
 from mxprobe.agent.replay.arms import Arm, replay_arms
 from mxprobe.agent.replay.call import Call, NotReplayableError, capture
-from mxprobe.agent.replay.policy import PolicyOutput, find_policy
+from mxprobe.agent.replay.policy import PolicyGradient, PolicyOutput, find_policy
 from mxprobe.agent.replay.sensitivity import Sensitivity, measure_sensitivity
 from mxprobe.agent.sampling import seed_of
 from mxprobe.protocol import AgentConfig
 
 EVENT = "sensitivity"
+MAX_GRADIENT_BYTES = 1 << 30
+"""Larger gradients at the policy are not kept, and the arms of such a replay run forwards only."""
 TableRow = tuple[str, "dict[str, Any]"]
 Rows = Callable[[int], "list[TableRow]"]
 """Steps before attach -> (table, row); waits for the device, so the worker calls it."""
@@ -55,6 +57,7 @@ class Replays:
         self._entered: Call | None = None
         self._call: Call | None = None
         self._mask: torch.Tensor | None = None
+        self._at_policy: dict[str, torch.Tensor] = {}
         self._micro_step = 0
 
     def watch(self, roots: Sequence[nn.Module], modules: Mapping[str, nn.Linear]) -> list[Any]:
@@ -108,26 +111,39 @@ class Replays:
         self._clock.hook_ns += time.perf_counter_ns() - started
 
     def _watch_gradient(self, policy: PolicyOutput) -> None:
-        """The positions that the loss reads are those that get a gradient."""
-        if policy.label_mask is not None or not policy.tensor.requires_grad:
-            return
-        call = self._call
+        """The positions that the loss reads are those that get a gradient; for arms the gradient itself is kept."""
+        call, keeps = self._call, "replays" in self._wanted
+        known = policy.label_mask is not None
 
-        def hook(gradient: torch.Tensor) -> None:
-            if self._call is not call or self._mask is not None:
-                return
-            try:
-                with undisturbed(gradient.device.type):
-                    mask = gradient != 0
-                    self._mask = mask if mask.dim() == 2 else mask.any(-1)
-            except Exception as error:
-                self._fail("reading a gradient", error)
+        def watch(name: str, output: torch.Tensor) -> None:
+            fits = output.numel() * output.element_size() <= MAX_GRADIENT_BYTES
 
-        policy.tensor.register_hook(hook)
+            def hook(gradient: torch.Tensor) -> None:
+                if self._call is not call or name in self._at_policy:
+                    return
+                started = time.perf_counter_ns()
+                try:
+                    with undisturbed(gradient.device.type):
+                        if name == "tensor" and not known and self._mask is None:
+                            mask = gradient != 0
+                            self._mask = mask if mask.dim() == 2 else mask.any(-1)
+                        if keeps and fits:
+                            self._at_policy[name] = gradient.detach().clone()
+                except Exception as error:
+                    self._fail("reading a gradient", error)
+                self._clock.hook_ns += time.perf_counter_ns() - started
+
+            output.register_hook(hook)
+
+        if policy.tensor.requires_grad and (keeps or not known):
+            watch("tensor", policy.tensor)
+        if keeps and policy.entropy is not None and policy.entropy.requires_grad:
+            watch("entropy", policy.entropy)
 
     def run(self) -> Rows | None:
         """The step is over: replay what was captured. Returns what makes the rows, or None if there are none."""
         call, mask, micro_step = self._call, self._mask, self._micro_step
+        gradient = PolicyGradient(self._at_policy.get("tensor"), self._at_policy.get("entropy"))
         self.forget()
         if call is None or self._given_up:
             return None
@@ -136,7 +152,7 @@ class Replays:
             return None
         started = time.perf_counter_ns()
         try:
-            made = self._measure(call, mask)
+            made = self._measure(call, mask, gradient)
         except NotReplayableError as error:
             self._give_up(str(error))
             return None
@@ -154,7 +170,9 @@ class Replays:
             self._next[what] = self._clock.step + every[what]
         self._wanted.clear()
 
-    def _measure(self, call: Call, mask: torch.Tensor | None) -> tuple[Sensitivity | None, list[Arm]]:
+    def _measure(
+        self, call: Call, mask: torch.Tensor | None, gradient: PolicyGradient
+    ) -> tuple[Sensitivity | None, list[Arm]]:
         config, seed = self._config, seed_of(self._clock.step, "replay")
         sensitivity = None
         if "sensitivity" in self._wanted:
@@ -183,11 +201,14 @@ class Replays:
                     self._modules,
                     config.replay_arms,
                     mask=mask,
+                    gradient=gradient if any(each is not None for each in gradient) else None,
                     format=config.format,
                     rule=config.rule,
                     seed=seed,
                 )
             )
+            if arms and not arms[0].gradients:
+                self._tell("replays run forwards only: no gradient is known at the policy, or none reaches the Linears")
         return sensitivity, arms
 
     def _rows(self, step: int, micro_step: int, sensitivity: Sensitivity | None, arms: list[Arm]) -> Rows:
@@ -205,6 +226,7 @@ class Replays:
             if sensitivity is not None:
                 found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
             found += [("replays", {**when, "n_modules": len(self._modules), **arm.row()}) for arm in arms]
+            found += [("replay_gradients", {**when, **row}) for arm in arms for row in arm.gradient_rows()]
             return found
 
         return rows

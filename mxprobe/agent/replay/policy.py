@@ -39,6 +39,27 @@ class PolicyOutput(NamedTuple):
         assert tensor is not None  # one of them is there
         return tensor
 
+    def detached(self) -> PolicyOutput:
+        """The same values without the graph that made them."""
+        return PolicyOutput(*(None if value is None else value.detach() for value in self))
+
+
+class PolicyGradient(NamedTuple):
+    """Gradient of the run's loss at what its model returned, the shapes of `PolicyOutput`'s tensors.
+
+    What a loss reads besides (a value head, a router's balance) is not followed.
+    """
+
+    tensor: torch.Tensor | None
+    """By logits or log_probs."""
+    entropy: torch.Tensor | None
+
+    def pairs(self, policy: PolicyOutput) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs of a replay and the gradients to run back from them."""
+        places = ((policy.tensor, self.tensor), (policy.entropy, self.entropy))
+        both = [(y, g) for y, g in places if y is not None and g is not None and y.requires_grad]
+        return [y for y, _ in both], [g.to(y.dtype) for y, g in both]
+
 
 def find_policy(output: Any) -> PolicyOutput | None:
     """The policy in a root's return value, or None. Log-probabilities are preferred: the loss is made of them."""

@@ -1,0 +1,173 @@
+"""What replayed microbatches say: KL and weight gradients under each arm, their split, their controls.
+
+    KL(arm) = sum of KL(high || arm) / n_tokens        gain = 1 - KL(arm) / KL(q)
+    gradient error(arm) = mean over modules of ||dW_arm - dW_high||^2 / ||dW_high||^2
+    split   scale = (M(q) - M(qstar)) / M(q)   deadzone = (M(qstar) - M(qstar_dz)) / M(q)   grid = M(qstar_dz) / M(q)
+    structure ratio = M(q) / M(control)        1: only the size of the error matters, not what it looks like
+
+M is either measure. The mean over modules, because a sum is ruled by the module with the largest gradient. Intervals
+are of t over microbatches (steps and ranks), paired: arms share tokens and random states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from .gradients import error_ratios
+from .intervals import t_quantile
+
+PLAIN, CONTROLS = "q", ("noise", "flip")
+SEQUENCE = (PLAIN, "qstar", "qstar_dz")
+PARTS = ("scale", "deadzone", "grid")
+_MICROBATCH = ("step", "micro_step", "rank")
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A ratio of sums over microbatches with its t interval; the interval is infinite with fewer than two."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def arm_effects(replays: pd.DataFrame) -> pd.DataFrame:
+    """One row per arm of a `replays` frame, in nats per token.
+
+    Columns: `arm`, `estimator`, `n_microbatches`, `kl`, `kl_low`, `kl_high`, `gain`, `gain_low`, `gain_high` (part of
+    the plain quantizer's KL that the arm removes; NaN for `q` and `high`, or without `q`), `log_prob_shift`,
+    `entropy_shift`.
+    """
+    kl, tokens = _wide(replays, "sum_kl"), _wide(replays, "n_tokens")
+    found: list[dict[str, object]] = []
+    for arm in kl.columns:
+        rows = replays[replays["arm"] == arm]
+        n_tokens = float(rows["n_tokens"].sum())
+        own = ratio_of(kl[arm].to_numpy(float), tokens[arm].to_numpy(float))
+        gain = Estimate(np.nan, np.nan, np.nan, 0)
+        if PLAIN in kl and arm not in (PLAIN, "high"):
+            left = ratio_of(kl[arm].to_numpy(float), kl[PLAIN].to_numpy(float))
+            gain = Estimate(1.0 - left.value, 1.0 - left.high, 1.0 - left.low, left.n)
+        found.append(
+            {
+                "arm": str(arm),
+                "estimator": str(rows["estimator"].iloc[0]),
+                "n_microbatches": own.n,
+                "kl": own.value,
+                "kl_low": own.low,
+                "kl_high": own.high,
+                "gain": gain.value,
+                "gain_low": gain.low,
+                "gain_high": gain.high,
+                "log_prob_shift": _per(rows["sum_log_prob_shift"], n_tokens),
+                "entropy_shift": _per(rows["sum_entropy_shift"], n_tokens),
+            }
+        )
+    names = ("arm", "estimator", "n_microbatches", "kl", "kl_low", "kl_high", "gain", "gain_low", "gain_high")
+    return pd.DataFrame(found, columns=[*names, "log_prob_shift", "entropy_shift"])
+
+
+def kl_split(replays: pd.DataFrame) -> dict[str, Estimate]:
+    """Shares of the KL by component, which sum to 1; empty where an arm of the sequence is missing."""
+    return _split(_wide(replays, "sum_kl"))
+
+
+def kl_structure(replays: pd.DataFrame) -> dict[str, Estimate]:
+    """KL(q) relative to each control's; of those that were replayed."""
+    return _structure(_wide(replays, "sum_kl"))
+
+
+def gradient_effects(replay_gradients: pd.DataFrame, by: Sequence[str] = ("arm", "module")) -> pd.DataFrame:
+    """`relative_l2`, `cosine`, `log2_norm_ratio`, `projection_gain` of the weight gradient per group.
+
+    Sums are added over microbatches first, divided last.
+    """
+    grouped = replay_gradients.groupby(list(by), observed=True, sort=True)
+    return error_ratios(grouped[["ref2", "err2", "ref_err"]].sum()).reset_index()
+
+
+def gradient_errors(replay_gradients: pd.DataFrame) -> pd.DataFrame:
+    """Per arm the mean over modules and microbatches of ||D||^2 / ||dW||^2, with its interval over microbatches.
+
+    Columns: `arm`, `n_microbatches`, `error`, `error_low`, `error_high`.
+    """
+    wide = _wide_gradients(replay_gradients)
+    rows: list[dict[str, object]] = []
+    for arm in wide.columns:
+        each = ratio_of(wide[arm].to_numpy(float), np.ones(len(wide)))
+        values = {"error": each.value, "error_low": each.low, "error_high": each.high}
+        rows.append({"arm": str(arm), "n_microbatches": each.n, **values})
+    return pd.DataFrame(rows, columns=["arm", "n_microbatches", "error", "error_low", "error_high"])
+
+
+def gradient_split(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
+    """Shares of the squared relative gradient error by component, which sum to 1."""
+    return _split(_wide_gradients(replay_gradients))
+
+
+def gradient_split_by_module(replay_gradients: pd.DataFrame) -> pd.DataFrame:
+    """Columns `module`, `relative_l2` (of arm `q`), `scale`, `deadzone`, `grid`: the split of each module alone."""
+    sums = replay_gradients.groupby(["module", "arm"], observed=True)[["ref2", "err2"]].sum()
+    error = (sums["err2"] / sums["ref2"].where(sums["ref2"] > 0)).unstack("arm")
+    if not set(SEQUENCE) <= set(error.columns):
+        return pd.DataFrame(columns=["module", "relative_l2", *PARTS])
+    q, qstar, qstar_dz = (error[arm] for arm in SEQUENCE)
+    parts = {"scale": (q - qstar) / q, "deadzone": (qstar - qstar_dz) / q, "grid": qstar_dz / q}
+    return pd.DataFrame({"relative_l2": np.sqrt(q), **parts}).reset_index()
+
+
+def gradient_structure(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
+    """Gradient error of `q` relative to each control's."""
+    return _structure(_wide_gradients(replay_gradients))
+
+
+def ratio_of(above: Array, below: Array, *, level: float = 0.95) -> Estimate:
+    """sum(above) / sum(below) over microbatches with the t interval of the linearised ratio; NaN rows are left out."""
+    used = np.isfinite(above) & np.isfinite(below)
+    above, below = above[used], below[used]
+    n, total = len(below), float(below.sum())
+    if not n or total <= 0:
+        return Estimate(np.nan, np.nan, np.nan, n)
+    value = float(above.sum()) / total
+    if n < 2:
+        return Estimate(value, -np.inf, np.inf, n)
+    z = above - value * below
+    half = t_quantile(0.5 + level / 2.0, n - 1.0) * float(np.sqrt(z @ z / (n * (n - 1.0)))) / (total / n)
+    return Estimate(value, value - half, value + half, n)
+
+
+def _split(wide: pd.DataFrame) -> dict[str, Estimate]:
+    if not set(SEQUENCE) <= set(wide.columns):
+        return {}
+    q, qstar, qstar_dz = (wide[arm].to_numpy(float) for arm in SEQUENCE)
+    parts = (q - qstar, qstar - qstar_dz, qstar_dz)
+    return {name: ratio_of(part, q) for name, part in zip(PARTS, parts, strict=True)}
+
+
+def _structure(wide: pd.DataFrame) -> dict[str, Estimate]:
+    found = [control for control in CONTROLS if control in wide.columns and PLAIN in wide.columns]
+    return {each: ratio_of(wide[PLAIN].to_numpy(float), wide[each].to_numpy(float)) for each in found}
+
+
+def _wide(replays: pd.DataFrame, value: str) -> pd.DataFrame:
+    """[microbatch, arm]"""
+    keys = [name for name in _MICROBATCH if name in replays]
+    return replays.groupby([*keys, "arm"], observed=True)[value].sum().unstack("arm")
+
+
+def _wide_gradients(replay_gradients: pd.DataFrame) -> pd.DataFrame:
+    """[microbatch, arm] mean over modules of the squared relative error."""
+    keys = [name for name in _MICROBATCH if name in replay_gradients]
+    known = replay_gradients[replay_gradients["ref2"] > 0]
+    relative = known.assign(relative2=known["err2"] / known["ref2"])
+    return relative.groupby([*keys, "arm"], observed=True)["relative2"].mean().unstack("arm")
+
+
+def _per(values: pd.Series, n_tokens: float) -> float:
+    return float(values.sum(min_count=1)) / n_tokens if n_tokens else float("nan")
