@@ -77,6 +77,7 @@ METRICS: dict[str, Metric] = {
         Metric("mismatch_ratio_std", "1", "importance ratio of trainer to rollout engine, deviation"),
         Metric("mismatch_ratio_deviation", "1", "|importance ratio of trainer to rollout engine - 1|, mean"),
         Metric("mismatch_clipped", "frac", "tokens whose importance weight was cut off"),
+        Metric("mismatch_false_clip", "frac", "tokens whose gradient the mismatch alone would clip away"),
         Metric("mismatch_filtered", "frac", "tokens or sequences masked out for their importance ratio"),
         Metric("mismatch_filtered_low", "frac", "tokens masked out for a low ratio"),
         Metric("mismatch_filtered_high", "frac", "tokens masked out for a high ratio"),

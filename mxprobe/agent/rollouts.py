@@ -20,24 +20,18 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.generation import Generation, sampling_in_progress
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.head import Head, find_head
-from mxprobe.agent.logprobs import (
-    ALL,
-    Row,
-    Scored,
-    compute_dtype,
-    pair_up,
-    rollout_rows,
-    score_hidden,
-    score_logits,
-    signal_values,
-)
+from mxprobe.agent.logprobs import Scored, compute_dtype, pair_up, score_hidden, score_logits
+from mxprobe.agent.mismatch import ALL, Row, rollout_rows, signal_values
 from mxprobe.agent.replay.policy import find_policy
 from mxprobe.agent.sampling import seed_of
 from mxprobe.agent.snapshot import event_now
+from mxprobe.agent.taps.batches import Batch
 from mxprobe.agent.weights import effective_weight
 
 EVENT = "logprobs"
 SOURCE = "mxprobe"
+GENERATION = "generation"
+"""`source` of rows that come from a generation in this process."""
 MAX_MICRO_BATCHES = 16
 
 TableRow = tuple[str, Row]
@@ -66,7 +60,7 @@ class Measurement:
             return []
         temperature = generation.sampling.temperature
         tell(EVENT, f"measured at temperature {temperature:g}, as read from the running generate()")
-        drawn = {"temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
+        drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
         rows: list[TableRow] = []
         for row in rollout_rows(pairs):
             rows.append(("rollouts", {**when, **drawn, **row}))
@@ -93,6 +87,8 @@ class RolloutTap:
         """The training forward calls the lm_head: no need to recompute its output."""
         self._feeds_head = False
         """A generation has shown that the norm's output is what the lm_head gets."""
+        self.computed_in: torch.dtype | None = None
+        """Dtype of the last hidden states in training, once seen."""
         self._pid = os.getpid()
         self.forget()
 
@@ -106,6 +102,10 @@ class RolloutTap:
         self._train_ids: torch.Tensor | None = None
         self._scored: list[Scored] = []
         self._n_micro = 0
+        self._advantages: torch.Tensor | None = None
+        """Of the rows that the next training forwards are given, in order."""
+        self._advantage: torch.Tensor | None = None
+        """[B] of the forward under way."""
 
     def watch(self, roots: Sequence[nn.Module]) -> list[Any]:
         """Handles of the hooks; none where the model has no head that could be listened to."""
@@ -124,6 +124,21 @@ class RolloutTap:
     def arm(self) -> None:
         self.forget()
         self.armed = self._head is not None and not self._given_up
+
+    def note_batch(self, batch: Batch) -> None:
+        """A training batch that the next forwards are made of: its advantages, [B] or [B, 1]."""
+        advantage = batch.advantage
+        self._advantages = None
+        if self.armed and is_plain(advantage) and advantage.numel() == advantage.shape[0]:
+            with undisturbed(advantage.device.type):
+                self._advantages = advantage.detach().reshape(-1).clone()
+
+    def _next_advantages(self, n: int) -> torch.Tensor | None:
+        held = self._advantages
+        if held is None or len(held) < n:
+            return None
+        self._advantages = held[n:]
+        return held[:n]
 
     def finish(self) -> Measurement | None:
         """What the step that is over has given; None if nothing."""
@@ -170,6 +185,7 @@ class RolloutTap:
             if self._generation is not None and self._n_micro <= MAX_MICRO_BATCHES:
                 with undisturbed(ids.device.type):
                     self._train_ids = ids.detach().clone()
+                    self._advantage = self._next_advantages(len(ids))
         elif ids.shape[1] > 1:
             self._prefill = self._begin(ids)
         else:
@@ -203,7 +219,9 @@ class RolloutTap:
     def _on_norm(self, _: Any, output: Any) -> None:
         if not is_plain(output) or output.dim() != 3:
             return
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.computed_in = output.dtype
+        else:
             self._norm_output = (weakref.ref(output), output.untyped_storage().data_ptr())
             return
         head, generation, ids = self._head, self._generation, self._train_ids
@@ -216,7 +234,7 @@ class RolloutTap:
             if not is_plain(weight):
                 self._give_up("the lm_head's weight is no plain tensor (sharded or quantized)")
                 return
-            self._scored.append(score_hidden(generation, ids, output, weight, bias))
+            self._scored.append(self._with_advantage(score_hidden(generation, ids, output, weight, bias)))
 
     def _on_lm_head(self, x: Any, output: Any) -> None:
         if not is_plain(output) or output.dim() != 3:
@@ -226,7 +244,7 @@ class RolloutTap:
             if generation is None or ids is None or not generation.is_whole or len(output) != len(ids):
                 return
             with undisturbed(output.device.type):
-                scored = score_logits(generation, ids, output)
+                scored = self._with_advantage(score_logits(generation, ids, output))
             if not self._head_is_called and self._scored:
                 self._scored.pop()  # recomputed from the norm in this very forward
             self._head_is_called = True
@@ -240,6 +258,10 @@ class RolloutTap:
             self._feeds_head = x.untyped_storage().data_ptr() == norm_output[1]
         with undisturbed(output.device.type):
             listening.take_logits(output)
+
+    def _with_advantage(self, scored: Scored) -> Scored:
+        held = self._advantage
+        return scored if held is None else scored._replace(advantage=held.index_select(0, scored.match.row))
 
     def _on_owner(self, _: Any, output: Any) -> None:
         if torch.is_grad_enabled() or self._prefill is None:

@@ -30,11 +30,11 @@ from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import NO_GRADIENT, Entry, module_rows, not_to_be_hooked, take_inventory
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
-from mxprobe.agent.rollouts import Measurement, RolloutTap
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.signals import NO_STEP, SignalTaps
 from mxprobe.agent.stepping import watch_steps
+from mxprobe.agent.tokens import Measurements, TokenTaps
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
 from mxprobe.protocol import AgentConfig
@@ -75,7 +75,7 @@ class Session:
         self._schedule = Schedule(config.every, config.weights_every)
         self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
         self._replays = Replays(config, self._clock, self.guard, self._on_event)
-        self._tokens = RolloutTap(self._clock, self.guard, self._on_event)
+        self._tokens = TokenTaps(self._clock, self.guard, self._on_event)
         self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
         self._black_box = black_box.BlackBox(config.follow_steps)
         self._pid = os.getpid()
@@ -384,7 +384,7 @@ class Session:
         for table, row in rows(self.worker.step_base):
             self._recorder.add(table, row)
 
-    def _record_rollouts(self, measured: Measurement) -> None:
+    def _record_rollouts(self, measured: Measurements) -> None:
         def record() -> None:
             for table, row in measured.rows(self.worker.step_base, self._tokens.tell):
                 self._recorder.add(table, row)

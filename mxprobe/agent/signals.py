@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any, Callable
 
-from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, splice
+from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, is_loaded, splice
 from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.agent.taps.values import is_on_device, scalar
 
@@ -62,7 +62,7 @@ class SignalTaps:
         if self._closed or not self._lock.acquire(blocking=False):
             return
         try:
-            for tap in [tap for tap in self._waiting if _is_loaded(tap.module)]:
+            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
                 if not self._closed:
                     self._waiting.remove(tap)
                     self._wrap(tap)
@@ -144,12 +144,6 @@ class SignalTaps:
         if tap.source not in self._told:
             self._told.add(tap.source)
             self._on_event("tap", f"{tap.source} logs {key} as a tensor on a device: such values are not recorded")
-
-
-def _is_loaded(name: str) -> bool:
-    """True for a module whose import has ended; nothing is imported for us."""
-    module = sys.modules.get(name)
-    return module is not None and not getattr(vars(module).get("__spec__"), "_initializing", False)
 
 
 def _framework_in_use() -> str:

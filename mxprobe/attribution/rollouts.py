@@ -23,6 +23,8 @@ from .words import listed
 
 Array = npt.NDArray[np.float64]
 
+GENERATION = "generation"
+"""`source` of rows measured in the run's own process."""
 SUMS = ("n_tokens", "sum_d", "sum_abs_d", "sum_k3", "sum_w", "sum_w2")
 FLOOR_NATS = {"float64": 1e-6, "float32": 1e-3}
 """Mean |d| of equal policies, generously. On the healthy demo (float32, MXFP4 on both sides) it is 0 in most steps
@@ -100,8 +102,22 @@ def both_sides(trace: Trace, steps: npt.NDArray[np.intp], n_clusters: int) -> Si
     return Sides(_log_probs(trace.rollouts(), steps, n_clusters), modules_behind(trace.outputs()))
 
 
+def of_one_source(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of table `rollouts` from a single source: the same tokens may be told of twice, by the model and the batch.
+
+    Generation in the run's own process goes first, for its log-probabilities are measured; of the batches that
+    frameworks hold, the one with most tokens.
+    """
+    source = rows["source"].astype(object).fillna(GENERATION).astype(str)  # none in traces of older versions
+    tokens = rows["n_tokens"].where(rows["stratum"] == "all", 0).groupby(source).sum()
+    if tokens.empty:
+        return rows
+    return rows[source == (GENERATION if tokens.get(GENERATION, 0) > 0 else str(tokens.idxmax()))]
+
+
 def _log_probs(rows: pd.DataFrame, steps: npt.NDArray[np.intp], n_clusters: int) -> LogProbs | None:
-    rows = rows[(rows["stratum"] == "all") & np.isin(rows["step"].to_numpy(), steps)]
+    rows = of_one_source(rows[np.isin(rows["step"].to_numpy(), steps)])
+    rows = rows[rows["stratum"] == "all"]
     if rows.empty:
         return None
     cluster = np.searchsorted(steps, rows["step"].to_numpy()) * n_clusters // max(steps.size, 1)

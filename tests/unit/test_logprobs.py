@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +19,9 @@ from mxprobe.agent.generation import (
     statistics,
 )
 from mxprobe.agent.head import Head, find_head
-from mxprobe.agent.logprobs import (
-    Pairs,
-    compute_dtype,
-    pair_up,
-    rollout_rows,
-    score_hidden,
-    score_logits,
-    signal_values,
-)
+from mxprobe.agent.logprobs import compute_dtype, pair_up, score_hidden, score_logits
 from mxprobe.agent.matching import left_aligned, match
+from mxprobe.agent.mismatch import Pairs, rollout_rows, signal_values
 from mxprobe.schema import TABLES
 from tests.small_lm import SmallLM
 
@@ -158,13 +152,13 @@ def test_sequences_come_from_several_micro_batches_and_count_once():
 
 def pairs_of(d: torch.Tensor) -> Pairs:
     zero = torch.zeros(len(d), dtype=torch.float64)
-    return Pairs(d - 1.0, zero - 1.0, torch.arange(len(d)).double(), zero, 2, 1)
+    return Pairs(d - 1.0, zero - 1.0, 2, 1, torch.arange(len(d)).double(), zero)
 
 
 def test_the_sums_of_a_row():
     d = torch.tensor([0.5, -0.1, 0.0, 0.3], dtype=torch.float64)
     (row,) = list(rollout_rows(pairs_of(d)))
-    columns = {name for name, _ in TABLES["rollouts"]} - {"step", "time_ns", "temperature", "dtype"}
+    columns = {name for name, _ in TABLES["rollouts"]} - {"step", "time_ns", "source", "temperature", "dtype"}
     assert set(row) == columns
     w = (-d).exp()
     assert row["sum_d"] == pytest.approx(0.7)
@@ -172,6 +166,10 @@ def test_the_sums_of_a_row():
     assert row["max_abs_d"] == 0.5
     assert row["sum_k3"] == pytest.approx(float((w - 1 + d).sum()))
     assert row["sum_w2"] == pytest.approx(float((w**2).sum()))
+    p = (d - 1.0).exp()
+    assert row["sum_dp"] == pytest.approx(float((p - math.exp(-1.0)).sum()))
+    assert row["sum_abs_dp"] == pytest.approx(float((p - math.exp(-1.0)).abs().sum()))
+    assert row["n_false_clip"] is None
     assert row["n_outside_clip"] == 2  # exp(-.5) = .61 and exp(-.3) = .74; exp(.1) is within
     values = {key: value for key, _, _, value in signal_values(row)}
     assert values["mxprobe/mismatch_abs_dlogp"] == pytest.approx(0.225)
@@ -185,6 +183,25 @@ def test_quarters_by_entropy_add_up():
     for name in ("n_tokens", "sum_d", "sum_k3", "sum_w2", "sum_entropy_rollout"):
         assert sum(row[name] for row in quarters) == pytest.approx(whole[name])
     assert quarters[0]["sum_entropy_rollout"] < quarters[-1]["sum_entropy_rollout"]
+
+
+def test_strata_by_advantage_position_and_lag_add_up():
+    n = 90
+    pairs = pairs_of(rand(n).double())._replace(
+        advantage=torch.tensor([1.0, -1.0, 0.0]).repeat(30).double(),
+        position=torch.arange(n),
+        length=torch.full((n,), n),
+        lag=torch.arange(n) % 9,
+    )
+    rows = {row["stratum"]: row for row in rollout_rows(pairs)}
+    kinds = {"advantage": ["positive", "negative", "zero"], "position": [0, 16, 64], "lag": [0, 1, 2, 3, 4]}
+    for kind, bins in kinds.items():
+        assert [name for name in rows if name.startswith(kind)] == [f"{kind}_{each}" for each in bins]
+        for name in ("n_tokens", "sum_abs_d", "sum_k3", "n_outside_clip", "n_false_clip"):
+            assert sum(rows[f"{kind}_{each}"][name] for each in bins) == pytest.approx(rows["all"][name])
+    assert [rows[f"position_{each}"]["n_tokens"] for each in (0, 16, 64)] == [16, 48, 26]
+    assert rows["lag_4"]["n_tokens"] == 50
+    assert rows["advantage_zero"]["n_false_clip"] == 0 < rows["advantage_positive"]["n_false_clip"]
 
 
 def test_the_coarsest_dtype_is_named():

@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mxprobe.agent.mismatch import Pairs, rollout_rows, signal_values
 from mxprobe.metric_aliases import ALIASES, ESTIMATORS, LOGGERS, PATTERNS, Alias
 from mxprobe.metrics import METRICS, Series, canonicalize, caveats, has_kl_term, is_evaluation, preferred, resolve
 
@@ -29,7 +31,9 @@ def test_real_keys_mean_what_they_mean(framework: str) -> None:
 def test_every_alias_names_a_known_metric_and_estimator() -> None:
     every = [alias for table in ALIASES.values() for alias in table.values()]
     every += [alias for patterns in PATTERNS.values() for _, alias in patterns]
-    assert {alias.metric for alias in every} == set(METRICS)
+    tokens = Pairs(torch.zeros(1).double(), torch.zeros(1).double(), 1, advantage=torch.ones(1).double())
+    own = {metric for row in rollout_rows(tokens) for _, metric, _, _ in signal_values(row)}
+    assert {alias.metric for alias in every} | own == set(METRICS)
     assert {alias.estimator for alias in every} == set(ESTIMATORS)
 
 

@@ -115,6 +115,12 @@ def splice(tap: Tap, module: types.ModuleType, listen: Listener) -> Splice:
     return Splice(tap, owner, original, listen)
 
 
+def is_loaded(name: str) -> bool:
+    """True for a module whose import has ended; nothing is imported for us."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(vars(module).get("__spec__"), "_initializing", False)
+
+
 def _positional_names(tap: Tap, original: types.FunctionType) -> list[str]:
     try:
         signature = inspect.signature(original)

@@ -7,10 +7,11 @@ goes through several of them is recorded by the outermost.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Callable
 
 from mxprobe.agent.taps import readers
-from mxprobe.agent.taps.readers import Reader
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Tap:
     function: str
     parameters: tuple[str, ...]
     """Names that the function must take; `self` of a method is implied."""
-    read: Reader
+    read: Callable[[Mapping[str, Any]], Any]
+    """A call's arguments by name -> what it says: `list[Reading]`, a `Batch` of `taps.batches`."""
     framework: str
     """Whose keys these are: the framework's; the logger's own name where `is_logger`."""
     is_logger: bool = False

@@ -1,0 +1,279 @@
+"""Listens where a framework has both sides' log-probabilities of its training batch: rows of table `rollouts`.
+
+Most RL trainers hold them, whatever engine generates and wherever it runs. `taps.batches` says where. Nothing is
+waited for: tensors are copied on their device, in probed steps only, and read by the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any, Callable
+
+import torch
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.mismatch import ALL, UNKNOWN, Pairs, Row, rollout_rows, signal_values
+from mxprobe.agent.snapshot import event_now
+from mxprobe.agent.taps.batches import BATCH_TAPS, Batch, Ragged, copied
+from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, is_loaded, splice
+from mxprobe.agent.taps.table import Tap
+
+EVENT = "logprobs"
+MAX_SEQUENCES = 256
+"""Of one call; the others are left out."""
+MAX_CALLS = 16
+"""Of one step: microbatches."""
+
+Tell = Callable[[str, str], None]
+TableRow = tuple[str, Row]
+
+
+class BatchMeasurement:
+    """What the batches of a step said; `rows` waits for the device and belongs to the worker."""
+
+    def __init__(self, source: str, batches: list[Batch], step: int, computed_in: torch.dtype | None) -> None:
+        first = _a_tensor(batches[0].rollout)
+        self.device = torch.device("cpu") if first is None else first.device
+        self.ready = event_now(self.device)
+        self._source = source
+        self._batches = batches
+        self._step = step
+        self._computed_in = computed_in
+        self._time_ns = time.time_ns()
+
+    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
+        """(table, row) of `rollouts` and `signals`; none, and an event, where the tensors do not fit together."""
+        try:
+            pairs = join([tokens_of(batch) for batch in self._batches])
+        except ValueError as reason:
+            tell(EVENT, f"{self._source}: not measured: {reason}")
+            return []
+        if not len(pairs.log_prob_rollout):
+            return []
+        if torch.equal(pairs.log_prob_rollout, pairs.log_prob_train):
+            tell(
+                EVENT, f"{self._source}: both sides hold the same numbers, as where the rollout's replace the trainer's"
+            )
+        when = {"step": step_base + self._step, "time_ns": self._time_ns}
+        shared = {"source": self._source, "temperature": float("nan"), "dtype": self._dtype()}
+        rows: list[TableRow] = []
+        for row in rollout_rows(pairs):
+            rows.append(("rollouts", {**when, **shared, **row}))
+            if row["stratum"] == ALL:
+                for key, metric, estimator, value in signal_values(row):
+                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
+                    rows.append(
+                        ("signals", {**when, "source": f"mxprobe[{self._source}]", "framework": "mxprobe", **named})
+                    )
+        return rows
+
+    def _dtype(self) -> str:
+        tensors = [_a_tensor(side) for batch in self._batches[:1] for side in (batch.rollout, batch.train)]
+        seen = [tensor.dtype for tensor in tensors if tensor is not None]
+        seen += [self._computed_in] if self._computed_in is not None else []
+        return str(max(seen, key=lambda dtype: torch.finfo(dtype).eps)).replace("torch.", "")
+
+
+class BatchTaps:
+    """`ensure_wrapped` and `arm` before a step, `finish` after it, `unwrap` at the end; nothing raises.
+
+    on_batch(batch): called in every armed call, before the framework's own function runs.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        guard: Guard,
+        tell: Tell,
+        on_batch: Callable[[Batch], None],
+        taps: tuple[Tap, ...] = BATCH_TAPS,
+    ) -> None:
+        self.armed = False
+        self._clock = clock
+        self._guard = guard
+        self._tell_event = tell
+        self._on_batch = on_batch
+        self._waiting = list(taps)
+        self._splices: list[Splice] = []
+        self._lock = threading.RLock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._told: set[str] = set()
+        self._batches: dict[str, list[Batch]] = {}
+
+    def ensure_wrapped(self) -> None:
+        """Tap what has been imported by now; cheap enough for every step, and never waits."""
+        if self._closed or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
+                self._waiting.remove(tap)
+                self._wrap(tap)
+        finally:
+            self._lock.release()
+
+    def unwrap(self) -> None:
+        """Give every function back."""
+        with self._lock:
+            self._closed = True
+            self.armed = False
+            for tapped in reversed(self._splices):
+                if not tapped.remove():
+                    self.tell("tap", f"left in place, passing calls on: {tapped.tap.source} was wrapped again")
+            self._splices.clear()
+
+    def arm(self) -> None:
+        self._batches.clear()
+        self.armed = not self._closed
+
+    def finish(self, computed_in: torch.dtype | None) -> BatchMeasurement | None:
+        """What the step that is over has given; None if nothing. Of several sources, the one with most calls.
+
+        computed_in: the dtype of the model's last hidden states, which its log-probabilities have passed through.
+        """
+        self.armed = False
+        batches, self._batches = self._batches, {}
+        if not batches:
+            return None
+        source = max(batches, key=lambda name: len(batches[name]))
+        return BatchMeasurement(source, batches[source], self._clock.step, computed_in)
+
+    def _wrap(self, tap: Tap) -> None:
+        try:
+            self._splices.append(splice(tap, sys.modules[tap.module], self._listen))
+            self.tell("tap", f"{tap.source} (training batch)")
+        except TapNotApplicableError as reason:
+            self.tell("tap", str(reason))
+        except Exception as error:
+            self._guard.swallow(f"tap {tap.source}", error)
+
+    def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
+        """Always False: sinks that the function calls in turn are to be heard."""
+        if not self.armed or os.getpid() != self._pid or torch.compiler.is_compiling():
+            return False
+        started = time.perf_counter_ns()
+        try:
+            self._take(tap, tap.read(arguments))
+        except Exception as error:
+            self._guard.swallow(tap.source, error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
+        return False
+
+    def _take(self, tap: Tap, batch: Batch) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation
+        self._on_batch(batch)
+        held = self._batches.get(tap.source, [])
+        if batch.rollout is None or batch.train is None:
+            missing = "rollout's" if batch.rollout is None else "trainer's"
+            self.tell(EVENT, f"{tap.source}: the batch does not hold the {missing} log-probabilities")
+        elif not batch.mask:
+            self.tell(EVENT, f"{tap.source}: the batch does not say which of its tokens count")
+        elif len(held) < MAX_CALLS:
+            kept = Batch(*(copied(value, MAX_SEQUENCES) for value in batch[:5]), version_now=batch.version_now)
+            self._batches.setdefault(tap.source, []).append(kept)
+
+    def tell(self, kind: str, detail: str) -> None:
+        """An event, once."""
+        if detail not in self._told:
+            self._told.add(detail)
+            self._tell_event(kind, detail)
+
+
+def tokens_of(batch: Batch) -> Pairs:
+    """The counted tokens of a batch, on the CPU. Reads the device. ValueError where its tensors do not fit together."""
+    rollout, train = _sequences(batch.rollout), _sequences(batch.train)
+    if rollout is None or train is None:
+        raise ValueError("its log-probabilities are no plain tensors")
+    sizes = [len(each) for each in rollout]
+    if [len(each) for each in train] != sizes:
+        raise ValueError("rollout and trainer have log-probabilities of different shapes (sharded over sequences?)")
+    counted = torch.ones(sum(sizes), dtype=torch.bool)
+    for each in batch.mask or (None,):
+        mask = _per_token(each, sizes)
+        if mask is None:
+            raise ValueError("its mask has another shape than its log-probabilities")
+        counted &= mask != 0
+    n_rows = len(sizes) if _has_boundaries(batch.rollout) else 0
+    row = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    position = length = None
+    if n_rows:
+        lengths = torch.zeros(n_rows, dtype=torch.int64).index_add_(0, row, counted.long())
+        before = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]))
+        position, length = counted.long().cumsum(0) - 1 - before[row], lengths[row]
+    advantage = _per_token(batch.advantage, sizes)
+    version = _per_token(batch.version, sizes)
+    lag = None
+    if version is not None and batch.version_now is not None:
+        lag = (batch.version_now - version.long()).clamp(min=UNKNOWN)
+        lag[version < 0] = UNKNOWN
+    pairs = Pairs(
+        torch.cat(rollout).double(),
+        torch.cat(train).double(),
+        n_rows,
+        advantage=advantage,
+        position=position,
+        length=length,
+        lag=lag,
+    )
+    return pairs.take(counted)
+
+
+def join(parts: list[Pairs]) -> Pairs:
+    """Microbatches of one step as one. What one of them lacks is not known of the whole."""
+    columns: dict[str, Any] = {}
+    for name in Pairs._fields:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], int):
+            columns[name] = sum(values)
+        else:
+            columns[name] = None if any(value is None for value in values) else torch.cat(values)
+    return Pairs(**columns)
+
+
+def _sequences(value: Any) -> list[torch.Tensor] | None:
+    """[n_i] each, on the CPU."""
+    if isinstance(value, Ragged):
+        ends = value.offsets.cpu().tolist()
+        values = value.values.cpu()
+        return [values[begin:end] for begin, end in zip(ends, ends[1:])]
+    if isinstance(value, torch.Tensor):
+        return [value.cpu()] if value.dim() == 1 else list(value.cpu().unbind(0)) if value.dim() == 2 else None
+    if isinstance(value, list):
+        parts: list[Any] = value
+        return [part.cpu().reshape(-1) for part in parts if isinstance(part, torch.Tensor)]
+    return None
+
+
+def _has_boundaries(value: Any) -> bool:
+    return not (isinstance(value, torch.Tensor) and value.dim() == 1)
+
+
+def _per_token(value: Any, sizes: list[int]) -> torch.Tensor | None:
+    """float64 [sum(sizes)] of a value per token or per sequence; None where it is neither."""
+    if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == 1 and any(n != 1 for n in sizes):
+        value = value[:, 0]
+    if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(sizes) and len(sizes) != sum(sizes):
+        return torch.repeat_interleave(value.cpu().double(), torch.tensor(sizes))
+    if isinstance(value, list) and len(value) == len(sizes):
+        values: list[Any] = value
+        if all(isinstance(each, float) or each.numel() == 1 for each in values):
+            return torch.repeat_interleave(
+                torch.tensor([float(each) for each in values], dtype=torch.float64), torch.tensor(sizes)
+            )
+    parts = _sequences(value)
+    if parts is None or sum(len(part) for part in parts) != sum(sizes):
+        return None
+    return torch.cat(parts).double()
+
+
+def _a_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, Ragged):
+        return value.values
+    if isinstance(value, list) and value:
+        return _a_tensor(value[0])
+    return value if isinstance(value, torch.Tensor) else None

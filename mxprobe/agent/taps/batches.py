@@ -1,0 +1,184 @@
+"""Where each framework has both sides' log-probabilities of a training batch in its hands, and under which names.
+
+Versions looked at: TRL 1.16 and verl 0.9.1 (installed); NeMo-RL, slime, miles, prime-rl and AReaL of autumn 2026
+(source). TRL fills `sampling_per_token_logps` with vLLM only. In verl's bypass mode and wherever else a framework
+copies the rollout's numbers over the trainer's, the two are the same and nothing can be told from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from mxprobe.agent.guard import is_plain, undisturbed
+from mxprobe.agent.taps.table import Tap
+
+PerToken = Any
+"""A padded tensor [B, T], a tensor [n] without boundaries, a `Ragged`, or a list of tensors [n_i]."""
+
+
+class Ragged(NamedTuple):
+    """A jagged nested tensor, taken apart: rows are values[offsets[i] : offsets[i + 1]]."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+
+class Batch(NamedTuple):
+    """Tensors of one call, not yet copied. Only the two log-probabilities must be there for a measurement."""
+
+    rollout: PerToken
+    train: PerToken
+    mask: list[PerToken]
+    """Tokens that count: where all of them are non-zero. Per token or per sequence."""
+    advantage: Any
+    """Per token, or [B] per sequence."""
+    version: Any = None
+    """Of the policy that drew each token, or each sequence."""
+    version_now: int | None = None
+    """Of the trainer's."""
+
+
+Arguments = Mapping[str, Any]
+
+
+def in_mapping(argument: str, rollout: str, train: str, mask: str, advantage: str, also_mask: str = "") -> Any:
+    """For functions that take the batch as a mapping under this name."""
+
+    def read(arguments: Arguments) -> Batch:
+        data = arguments[argument]
+        masks = [_get(data, key) for key in (mask, also_mask) if key]
+        return Batch(
+            _get(data, rollout),
+            _get(data, train),
+            [each for each in masks if each is not None],
+            _get(data, advantage),
+        )
+
+    return read
+
+
+def nemo_rl(arguments: Arguments) -> Batch:
+    """[B, T + 1] each: what stands at a position was given to the token there, so the first has none."""
+    data = arguments["data"]
+
+    def rest(key: str) -> Any:
+        value = _get(data, key)
+        return value[:, 1:] if isinstance(value, torch.Tensor) and value.dim() == 2 else value
+
+    masks = [each for each in (rest("token_mask"), _get(data, "sample_mask")) if each is not None]
+    return Batch(rest("generation_logprobs"), rest("prev_logprobs"), masks, rest("advantages"))
+
+
+def prime_rl(arguments: Arguments) -> Batch:
+    """Lists with one tensor per packed sequence; the trainer's side is that of the update itself."""
+    return Batch(
+        arguments["inference_logprobs"],
+        arguments["trainer_logprobs"],
+        [arguments["loss_mask"]],
+        arguments["advantages"],
+    )
+
+
+def areal(arguments: Arguments) -> Batch:
+    """`logprobs` of the batch is the rollout's; the trainer's is `prox_logp` or, without it, the update's own."""
+    data = arguments["input_data"]
+    train = _get(data, "prox_logp")
+    now = arguments.get("current_version")
+    return Batch(
+        _get(data, "logprobs"),
+        arguments["logprobs"] if train is None else train,
+        [each for each in (_get(data, "loss_mask"),) if each is not None],
+        _get(data, "advantages"),
+        _get(data, "versions"),
+        now if isinstance(now, int) else None,
+    )
+
+
+_VERL = ("rollout_log_probs", "old_log_probs", "response_mask", "advantages")
+_SLIME = ("rollout_log_probs", "log_probs", "loss_masks", "advantages")
+
+BATCH_TAPS: tuple[Tap, ...] = (
+    Tap(
+        "trl.trainer.grpo_trainer",
+        "GRPOTrainer",
+        "_compute_loss",
+        ("model", "inputs"),
+        in_mapping(
+            "inputs",
+            "sampling_per_token_logps",
+            "old_per_token_logps",
+            "completion_mask",
+            "advantages",
+            also_mask="tool_mask",
+        ),
+        "trl",
+    ),
+    Tap("verl.workers.engine_workers", "TrainingWorker", "train_batch", ("data",), in_mapping("data", *_VERL), "verl"),
+    Tap(  # up to verl 0.8
+        "verl.workers.actor.dp_actor",
+        "DataParallelPPOActor",
+        "update_policy",
+        ("data",),
+        in_mapping("data", *_VERL),
+        "verl",
+    ),
+    *(
+        Tap(module, "ClippedPGLossFn", "__call__", ("data",), nemo_rl, "nemo-rl")
+        for module in ("nemo_rl.algorithms.loss.loss_functions", "nemo_rl.algorithms.loss_functions")
+    ),
+    *(
+        Tap(module, "", "policy_loss_function", ("batch", "logits"), in_mapping("batch", *_SLIME), framework)
+        for module, framework in (
+            ("slime.backends.megatron_utils.loss", "slime"),
+            ("miles.backends.training_utils.loss_hub.losses", "miles"),
+            ("miles.backends.training_utils.loss.hub.losses", "miles"),
+            ("miles.backends.training_utils.loss", "miles"),
+        )
+    ),
+    Tap(
+        "prime_rl.trainer.rl.loss",
+        "",
+        "compute_loss",
+        ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask"),
+        prime_rl,
+        "prime-rl",
+        also=(("prime_rl.trainer.rl.train", "compute_loss"),),
+    ),
+    *(
+        Tap(module, "", "grpo_loss_fn", ("logprobs", "entropy", "input_data"), areal, "areal")
+        for module in ("areal.trainer.ppo.actor", "areal.engine.ppo.actor")
+    ),
+)
+
+
+def copied(value: Any, max_sequences: int) -> Any:
+    """The first sequences of a batch's tensors, copied on their device without waiting; None where not readable."""
+    if isinstance(value, Ragged):
+        return value
+    if isinstance(value, torch.Tensor):
+        if getattr(value, "is_nested", False):
+            nested: Any = value
+            return Ragged(_copy(nested.values()), _copy(nested.offsets()))
+        return _copy(value if value.dim() == 1 else value[:max_sequences]) if is_plain(value) else None
+    if isinstance(value, (list, tuple)):
+        parts = [copied(item, max_sequences) for item in value[:max_sequences]]
+        return None if any(part is None for part in parts) else parts
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    with undisturbed(value.device.type):
+        return value.detach().clone()
+
+
+def _get(data: Any, key: str) -> Any:
+    """An entry of a dict, a TensorDict, a BatchedDataDict, or of a DataProto's tensors; None without."""
+    inner = getattr(data, "batch", None)
+    source: Any = inner if inner is not None and not isinstance(data, Mapping) else data
+    try:
+        return source[key] if key in source.keys() else None  # noqa: SIM118  `in` means other things to a TensorDict
+    except (KeyError, TypeError, AttributeError):
+        return None
