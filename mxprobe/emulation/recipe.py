@@ -234,6 +234,9 @@ NAMED_RECIPES: dict[str, Recipe] = {
         # OCP MX v1.0's conversion, which saturates.
         _uniform("ocp", "mxfp4/floor"),
         _uniform("nvfp4", "nvfp4"),
+        _uniform("nvfp4_4over6", "nvfp4_4over6"),
+        _uniform("hif4", "hif4"),
+        _uniform("mxfp6", "mxfp6_e2m3/rceil"),
         _uniform("mxfp8", "mxfp8/rceil"),
         # Forward operands only, straight-through backward: what QAT fake-quantization computes.
         _fake_quantized("qat", "mxfp4/rceil", "mxfp4/rceil"),

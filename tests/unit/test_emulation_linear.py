@@ -13,6 +13,7 @@ from mxprobe.emulation.linear import Plan, emulated_linear
 from mxprobe.emulation.recipe import ROLES
 from mxprobe_kernels import apply_correction
 from mxprobe_kernels.reference import decompose
+from mxprobe_kernels.reference_formats import quantize
 
 # B batch, T tokens, K in-features, N out-features; none a multiple of 32, so that every GEMM has a ragged block.
 B, T, K, N = 2, 35, 40, 72
@@ -21,6 +22,9 @@ RECIPES = (
     *(f"{role}=mxfp4/rceil" for role in ROLES),
     "paper fwd=mxfp4/even g=mxfp4/rceil+mbs:128 x_wgrad=mxfp8/rceil w_dgrad=mxfp4/rceil+of:0.5",
     "paper wgrad=mxfp4/rceil+had:32",
+    *(f"{role}=hif4" for role in ROLES),
+    "fwd=nvfp4_4over6 dgrad=mxfp4_4over6/rceil wgrad=mxfp6_e3m2/floor",
+    "fwd=mxfp6_e3m2/rceil dgrad=nvfp4_4over6 wgrad=mxfp4_4over6/even",
 )
 
 Array = Any
@@ -42,6 +46,8 @@ def by_hand(x: Array, operand: Operand, axis: int) -> Array:
         return apply_correction(torch.from_numpy(x), correction, rule=operand.rule, dim=axis).double().numpy()
     if operand.format == "mxfp4":
         return decompose(x, rule=operand.rule, axis=axis).q
+    if operand.format not in ("mxfp8", "nvfp4"):
+        return quantize(x, operand.format, rule=operand.rule, axis=axis)
     block = 32 if operand.format == "mxfp8" else 16
     moved = np.moveaxis(x, axis, -1)
     length = moved.shape[-1]
