@@ -1,11 +1,13 @@
 """Delta2 against the truth, and what a replay costs.
 
     python benchmarks/sensitivity.py accuracy       on the small language model of tests/small_lm.py, minutes
+    python benchmarks/sensitivity.py gradients      gradient probes on the same model, a minute
     python benchmarks/sensitivity.py cost           on the demo's GRPO job, minutes
 
 `accuracy`: Spearman correlation of predictors with the KL that each forward operand's error really makes (the same
 batch run again with that error put in), the ratio of predicted to true KL, and the predicted against the replayed gain
-of corrections. `cost`: the job's time per step in hooks of ours, with and without `--sensitivity-every`.
+of corrections. `gradients`: the same for what each of the six
+operands does to all weight gradients. `cost`: the job's time per step in hooks of ours, with and without `--sensitivity-every`.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mxprobe.agent.replay.arms import FORWARD_ROLES, replay_arms
+from mxprobe.agent.replay.arms import FORWARD_ROLES, arm_product, quantizer, replay_arms, run_arm
+from mxprobe.agent.replay.backward import WeightGradients
 from mxprobe.agent.replay.call import capture
+from mxprobe.agent.replay.gradient_probes import ROLES, probe_gradients
+from mxprobe.agent.replay.policy import PolicyGradient
 from mxprobe.agent.replay.sensitivity import measure_sensitivity
 from mxprobe.demo.runner import Scenario, job_command, read_steps, running
 from mxprobe.trace import open_trace
@@ -113,6 +118,42 @@ def gains(calls: list[Any], modules: Any) -> None:
     print(f"\nmean absolute error of the gain, clipped to [-1, 1]: {100 * np.mean(errors):.1f} points")
 
 
+def gradients() -> None:
+    model = small_lm.trained()
+    modules, ids = small_lm.linears(model), small_lm.batch(16, HELD_OUT)
+    logits = model(ids)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    gradient = PolicyGradient(torch.autograd.grad(loss, logits)[0], None)
+    call = capture(model, (ids,), {})
+    true: dict[Key, float] = {}
+    high = WeightGradients(modules)
+    run_arm(call, modules, arm_product(quantizer("high"), gradients=high), gradient, high)
+    started = time.perf_counter()
+    for name in modules:
+        for role in ROLES:
+            found = WeightGradients(modules)
+            run_arm(call, modules, arm_product(quantizer("q"), only={(name, role)}, gradients=found), gradient, found)
+            true[name, role.value] = float(torch.stack([s.values for s in found.against(high, modules)]).sum(0)[1])
+    rerun_s = time.perf_counter() - started
+    reached = {key: value for key, value in true.items() if value > 1e-9 * max(true.values())}
+    print(f"{len(reached)} operands that reach a dW; running the batch again for each: {rerun_s:.1f} s\n")
+    print("| directions | Spearman with ||change of all dW||^2 (range of 5 seeds) | predicted / true, median | s |")
+    print("|---|---|---|---|")
+    for n_probes in (4, 8, 16):
+        trials, spent = [], time.perf_counter()
+        for seed in range(5):
+            rows = probe_gradients(call, modules, gradient, n_probes=n_probes, seed=seed)
+            seen = {(r["module"], r["role"]): r["err2"] for r in rows if r["component"] == "total"}
+            pairs = [(seen[key], reached[key]) for key in reached]
+            rho = spearman([a for a, _ in pairs], [b for _, b in pairs])
+            trials.append((rho, float(np.median([a / b for a, b in pairs]))))
+        rho = [each[0] for each in trials]
+        each_s = (time.perf_counter() - spent) / 5
+        ratio = statistics.median(each[1] for each in trials)
+        print(f"| {n_probes} | {statistics.median(rho):.3f} ({min(rho):.3f} to {max(rho):.3f}) ", end="")
+        print(f"| {ratio:.2f} | {each_s:.1f} |", flush=True)
+
+
 def split(call: Any, modules: Any) -> None:
     rows = {arm.name: arm.row() for arm in replay_arms(call, modules)}
     print("\n| arm | KL to high, nats per token | entropy shift |\n|---|---|---|")
@@ -163,11 +204,11 @@ def cost(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["accuracy", "cost"])
+    parser.add_argument("what", choices=["accuracy", "gradients", "cost"])
     parser.add_argument("--steps", type=int, default=250)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    accuracy() if options.what == "accuracy" else cost(options.steps)
+    {"accuracy": accuracy, "gradients": gradients, "cost": lambda: cost(options.steps)}[options.what]()
 
 
 if __name__ == "__main__":

@@ -72,6 +72,10 @@ class AgentConfig:
     replay_every: int = 0
     """Replay a microbatch under `replay_arms` every N-th optimizer step; 0: never."""
     replay_arms: tuple[str, ...] = DEFAULT_ARMS
+    gradient_probes: int = 4
+    """Random directions of each replay by which errors are followed into the weight gradients; 0: none."""
+    max_overhead: float = 0.0
+    """Share of the step time that the probe may cost; probes are put off, then made smaller. 0: no limit."""
     record: bool = False
     """Flight recorder: norms of every output and gradient at each step, kept for the past and written when triggered."""
     follow_steps: int = 8

@@ -127,6 +127,20 @@ def gradient_structure(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
     return _structure(_wide_gradients(replay_gradients))
 
 
+def gradient_sensitivity(gradient_probes: pd.DataFrame, *, component: str = "total") -> pd.DataFrame:
+    """What each operand's error does to the weight gradients of the whole model, the largest first.
+
+    Columns: `module` (or a group of them), `role`, `method`, `relative_l2` = ||change of all dW|| / ||all dW||,
+    `n_probes`, `n_microbatches`. Effects of operands interact: they do not add up to that of all together.
+    """
+    rows = gradient_probes[gradient_probes["component"] == component]
+    grouped = rows.groupby(["module", "role", "method"], observed=True)
+    sums = grouped[["ref2", "err2", "n_probes"]].sum().assign(n_microbatches=grouped.size())
+    sums["relative_l2"] = np.sqrt(sums["err2"] / sums["ref2"].where(sums["ref2"] > 0))
+    found = sums.drop(columns=["ref2", "err2"]).sort_values("relative_l2", ascending=False).reset_index()
+    return found[["module", "role", "method", "relative_l2", "n_probes", "n_microbatches"]]
+
+
 def ratio_of(above: Array, below: Array, *, level: float = 0.95) -> Estimate:
     """sum(above) / sum(below) over microbatches with the t interval of the linearised ratio; NaN rows are left out."""
     used = np.isfinite(above) & np.isfinite(below)

@@ -150,6 +150,11 @@ def test_a_run_is_bit_identical_with_and_without_replays(how: str, tmp_path: Pat
     assert all(set(row) == {name for name, _ in TABLES["replay_gradients"]} for row in gradients)
     assert {row["module"] for row in gradients} == {row["module"] for row in rows}
     assert all(row["ref2"] > 0 and row["err2"] > 0 for row in gradients)
+    probed = controller.rows["gradient_probes"]
+    assert all(set(row) == {name for name, _ in TABLES["gradient_probes"]} for row in probed)
+    by_double_backward = {"double_backward"} if how != "checkpoint" else {"double_backward", "intervention"}
+    assert {row["method"] for row in probed} <= by_double_backward
+    assert {row["role"] for row in probed} == {"x_fwd", "w_fwd", "g_dgrad", "w_dgrad", "g_wgrad", "x_wgrad"}
 
 
 @pytest.mark.parametrize(

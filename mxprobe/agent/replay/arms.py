@@ -118,7 +118,7 @@ def arm_product(
             changes = only is None or (name, role) in only
             return quantize(operand, noise_seed + _SEED_OF_ROLE[role]) if changes else operand.float()
 
-        w, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()  # pyright: ignore[reportUnnecessaryComparison]
+        w, bias = module.weight.detach(), _detached(module.bias)
         if name not in weights:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 weights[name] = rounds(Role.W_FWD, w)
@@ -131,6 +131,10 @@ def arm_product(
         return RoundedLinear.apply(x, anchor, Layer(name, w, bias, weights[name], rounds, wanted))
 
     return product
+
+
+def _detached(bias: Any) -> Any:
+    return None if bias is None else bias.detach()
 
 
 class Reference(NamedTuple):
@@ -195,23 +199,24 @@ def replay_arms(
     """
     quantizers = {arm: quantizer(arm, format=format, rule=rule) for arm in arms}
     high = None if gradient is None else WeightGradients(modules)
-    output = _run(call, modules, arm_product(quantizer(HIGH), gradients=high), gradient, high)
+    output = run_arm(call, modules, arm_product(quantizer(HIGH), gradients=high), gradient, high)
     reference = _reference(call, output, mask, seed)
     for arm, quantize in quantizers.items():
         found = None if high is None or not high.of else WeightGradients(modules)
         product = arm_product(quantize, only=only, seed=seed, gradients=found)
-        output = _run(call, modules, product, gradient, found)
+        output = run_arm(call, modules, product, gradient, found)
         sums = () if found is None or high is None else tuple(found.against(high, modules))
         yield Arm(arm, EXACT if reference.log_probs is not None else K3, _compare(reference, output), sums)
 
 
-def _run(
+def run_arm(
     call: Call,
     modules: Mapping[str, nn.Linear],
     product: Product,
     gradient: PolicyGradient | None,
     gradients: WeightGradients | None,
 ) -> PolicyOutput:
+    """Run the call with that product, and backwards from `gradient` into `gradients` where both are given."""
     with replayed(call, gradient=gradients is not None), Intercept(modules, product):
         policy = find_policy(forward(call))
         if policy is None:

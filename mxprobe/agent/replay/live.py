@@ -18,6 +18,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, undisturbed
 from mxprobe.agent.replay.arms import Arm, replay_arms
 from mxprobe.agent.replay.call import Call, NotReplayableError, capture
+from mxprobe.agent.replay.gradient_probes import probe_gradients
 from mxprobe.agent.replay.policy import PolicyGradient, PolicyOutput, find_policy
 from mxprobe.agent.replay.sensitivity import Sensitivity, measure_sensitivity
 from mxprobe.agent.sampling import seed_of
@@ -172,7 +173,7 @@ class Replays:
 
     def _measure(
         self, call: Call, mask: torch.Tensor | None, gradient: PolicyGradient
-    ) -> tuple[Sensitivity | None, list[Arm]]:
+    ) -> tuple[Sensitivity | None, list[Arm], list[dict[str, Any]]]:
         config, seed = self._config, seed_of(self._clock.step, "replay")
         sensitivity = None
         if "sensitivity" in self._wanted:
@@ -209,9 +210,23 @@ class Replays:
             )
             if arms and not arms[0].gradients:
                 self._tell("replays run forwards only: no gradient is known at the policy, or none reaches the Linears")
-        return sensitivity, arms
+        return sensitivity, arms, self._probe_gradients(call, gradient, seed) if arms and arms[0].gradients else []
 
-    def _rows(self, step: int, micro_step: int, sensitivity: Sensitivity | None, arms: list[Arm]) -> Rows:
+    def _probe_gradients(self, call: Call, gradient: PolicyGradient, seed: int) -> list[dict[str, Any]]:
+        config = self._config
+        if config.gradient_probes < 1:
+            return []
+        n_probes, how = config.gradient_probes, {"format": config.format, "rule": config.rule}
+        return probe_gradients(call, self._modules, gradient, n_probes=n_probes, seed=seed, **how)
+
+    def _rows(
+        self,
+        step: int,
+        micro_step: int,
+        sensitivity: Sensitivity | None,
+        arms: list[Arm],
+        probes: list[dict[str, Any]],
+    ) -> Rows:
         config, now = self._config, time.time_ns()
 
         def rows(step_base: int) -> list[TableRow]:
@@ -227,6 +242,7 @@ class Replays:
                 found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
             found += [("replays", {**when, "n_modules": len(self._modules), **arm.row()}) for arm in arms]
             found += [("replay_gradients", {**when, **row}) for arm in arms for row in arm.gradient_rows()]
+            found += [("gradient_probes", {**when, **row}) for row in probes]
             return found
 
         return rows
