@@ -77,7 +77,7 @@ class AgentConfig:
     max_overhead: float = 0.0
     """Share of the step time that the probe may cost; probes are put off, then made smaller. 0: no limit."""
     record: bool = False
-    """Flight recorder: norms of every output and gradient at each step, kept for the past and written when triggered."""
+    """Flight recorder: norms of every output and gradient at each step, written when something goes wrong."""
     follow_steps: int = 8
     """Steps of full statistics after a trigger."""
     torch_wait_s: float = 3.0

@@ -67,7 +67,7 @@ class ModuleProbe:
         self.trains = trains
         self._reentrant = False
         self._pid = os.getpid()
-        self._handle = module.register_forward_hook(self._forward_hook)
+        self._handle: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -82,13 +82,21 @@ class ModuleProbe:
         self._train_rows = self._rollout_rows = self._undecided_rows = 0
 
     def arm(self) -> None:
+        """Between probed steps there is no hook: a module that has one takes torch's slow path at each call."""
         self.forget()
+        if self._handle is None:
+            self._handle = self.module.register_forward_hook(self._forward_hook)
         self.armed = True
 
     def remove(self) -> None:
-        self.armed = False
-        self._handle.remove()
+        self._disarm()
         self.forget()
+
+    def _disarm(self) -> None:
+        self.armed = False
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
 
     @property
     def sample_bytes(self) -> int:
@@ -103,7 +111,7 @@ class ModuleProbe:
         """The optimizer has stepped: send what is still held, and disarm."""
         if not self.armed:
             return
-        self.armed = False
+        self._disarm()
         if self._train is not None:
             self.n_lost_gradients += 1
             self._send(self._train)

@@ -1,4 +1,4 @@
-"""Which steps are probed. A step that is due while the last one is still being measured is put off, not queued."""
+"""Which steps are probed. One that is due while the last is still being measured, or not paid for, is put off."""
 
 from __future__ import annotations
 
@@ -25,15 +25,21 @@ class Schedule:
         """Probe the next n steps that can be, weights included; from any thread."""
         self._demanded = n
 
-    def plan(self, clock: Clock, *, busy: bool) -> None:
-        """Decide what of the step `clock.step` is probed. `busy`: earlier snapshots are not measured yet."""
+    def is_due(self, step: int) -> bool:
+        return step >= self._next_due
+
+    def plan(self, clock: Clock, *, busy: bool, affordable: bool = True) -> None:
+        """Decide what of the step `clock.step` is probed.
+
+        `busy`: earlier snapshots are not measured yet. Where it is not `affordable` only what was demanded is done.
+        """
         step = clock.step
-        if busy:
+        if busy or not (affordable or self._demanded):
             return
         if self._demanded:
             self._demanded -= 1
             clock.probed = clock.with_weights = True
-        elif step >= self._next_due:
+        elif self.is_due(step):
             clock.probed = True
             clock.with_weights = step >= self._weights_due
             self._next_due = max(self._next_due + self._every, step + 1)

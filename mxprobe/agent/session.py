@@ -11,6 +11,7 @@ under the dead flag of each probe: the controller is lost, or no boundary comes 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent import black_box
+from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
 from mxprobe.agent.flight import FlightTap, Norms
@@ -73,6 +75,9 @@ class Session:
         self.worker = Worker(config, self._recorder, self.guard)
         self._clock = Clock()
         self._schedule = Schedule(config.every, config.weights_every)
+        self._budget = Budget(config.max_overhead, config.every)
+        self._measuring = False
+        """Our thread was at work when this step began."""
         self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
         self._replays = Replays(config, self._clock, self.guard, self._on_event)
         self._tokens = TokenTaps(self._clock, self.guard, self._on_event)
@@ -143,6 +148,11 @@ class Session:
             "step_ns": self.total_step_ns,
             "probe_ns": self.total_hook_ns,
             "measure_ns": self.total_measure_ns,
+            "contention_ns": self._budget.total_contention_ns,
+            "max_overhead": self._config.max_overhead,
+            "every": self._config.every,
+            "steps_put_off": self._budget.n_late,
+            "module_share": self._budget.share,
             "n_dropped": self._transport.n_dropped_rows,
             "n_abandoned": self.worker.n_abandoned,
             "n_errors": self.guard.n_errors,
@@ -294,8 +304,11 @@ class Session:
         hook_ns = clock.hook_ns + self._signals.take_ns()
         self.total_step_ns += step_ns
         self.total_hook_ns += hook_ns
+        measuring = self._measuring or self.worker.backlog > 0
+        self._budget.charge(step_ns, hook_ns, measuring=measuring, probed=clock.probed or clock.only_outputs)
         ended_ns = time.time_ns()
-        self.worker.put(lambda: self._record_step(step, ended_ns, probed, step_ns, hook_ns))
+        hand_over = self.worker.put if probed or clock.only_outputs else self.worker.put_quietly
+        hand_over(lambda: self._record_step(step, ended_ns, probed, step_ns, hook_ns))
         self._signals.ensure_wrapped()
         measured = self._tokens.finish()
         if measured is not None:
@@ -313,17 +326,23 @@ class Session:
 
     def _begin_step(self) -> None:
         clock = self._clock
-        busy = self.worker.backlog > 0
+        busy = self._measuring = self.worker.backlog > 0
         if self.role == "trainer" and not busy and self._schedule.is_near(clock.step, RECENT):
             copies = copy_versions(clock.step, {name: probe.module for name, probe in self._probes.items()})
             self.worker.put(lambda: self.worker.keep_versions(copies))
-        self._schedule.plan(clock, busy=busy)
+        affordable = self._budget.affords_probe()
+        if not affordable and self._schedule.is_due(clock.step):
+            self._budget.put_off()
+        self._schedule.plan(clock, busy=busy, affordable=affordable)
         self._replays.plan()
         if not (clock.probed or clock.only_outputs):
             return
         self._tokens.arm()
-        left = SNAPSHOT_BYTES
-        for probe in sorted(self._probes.values(), key=lambda probe: probe.last_probed):
+        if clock.probed:
+            for detail in self._budget.begin_probe():
+                self._on_event("thinned", detail)
+        left, n_left = SNAPSHOT_BYTES, math.ceil(self._budget.share * len(self._probes))
+        for probe in sorted(self._probes.values(), key=lambda probe: probe.last_probed)[:n_left]:
             if probe.sample_bytes <= left or left == SNAPSHOT_BYTES:
                 probe.arm()
                 left -= probe.sample_bytes
@@ -363,7 +382,7 @@ class Session:
             self._recorder.flush()
 
     def _on_norms(self, norms: Norms) -> None:
-        self.worker.put(lambda: self._keep_norms(norms))
+        self.worker.put_quietly(lambda: self._keep_norms(norms))
 
     def _keep_norms(self, norms: Norms) -> None:
         def keep() -> None:
@@ -401,7 +420,7 @@ class Session:
 
     def _on_signals(self, rows: list[dict[str, Any]]) -> None:
         completed = self.n_steps
-        self.worker.put(lambda: self._add_signals(rows, completed))
+        self.worker.put_quietly(lambda: self._add_signals(rows, completed))
 
     def _add_signals(self, rows: list[dict[str, Any]], completed: int) -> None:
         """Where a call named no step, the one that this process had completed."""

@@ -24,7 +24,7 @@ _EVENT_POLL_S = 0.001
 
 
 class Worker:
-    """Jobs in order of arrival. `submit` and `put` may be called from any thread and do not block."""
+    """Jobs in order of arrival. `submit`, `put` and `put_quietly` may be called from any thread and do not block."""
 
     def __init__(self, config: AgentConfig, recorder: Recorder, guard: Guard) -> None:
         self.n_abandoned = 0
@@ -53,6 +53,10 @@ class Worker:
             self._jobs.append(job)
             self._changed.notify_all()
 
+    def put_quietly(self, job: Job) -> None:
+        """For jobs of every step: done within FLUSH_EVERY_S. Waking a thread may cost the caller its turn."""
+        self._jobs.append(job)
+
     def submit(self, snapshot: Snapshot) -> None:
         """Hand over a snapshot; it is measured with the others of its step, by `measure`."""
         with self._changed:
@@ -68,6 +72,7 @@ class Worker:
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job is done; False after the timeout."""
         with self._changed:
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
 
     def stop(self, timeout_s: float) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from mxprobe.cli import pids as targets
 from mxprobe.cli.durations import Duration
+from mxprobe.cli.shares import Share
 from mxprobe.errors import UsageError
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels.formats import Rule
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _DEFAULTS = AgentConfig()
+DEFAULT_MAX_OVERHEAD = 0.03
 _MAX_TORCH_WAIT_S = 60.0  # of one try: meanwhile the agent listens to nobody
 _RULES = [rule.value for rule in Rule]
 MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
@@ -66,13 +69,21 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
 )
 @click.option("--layers", multiple=True, metavar="GLOB", help="Only modules whose name matches; may be repeated.")
 @_setting("--rule", "rule", click.Choice(_RULES), "Scale rule of the MXFP4 quantizer that errors are measured for.")
+@click.option(
+    "--max-overhead",
+    type=Share(),
+    help="Share of the step time that the probe may cost; it thins itself to stay below. 0: no limit. "
+    "Default: 3%, and no limit where --every is given.",
+)
 @click.option("--record", is_flag=True, help="Flight recorder: norms at every step, written when something goes wrong.")
 @click.option("--duration", type=Duration(), help="Detach after so long, e.g. 10m.")
 @_setting("--step-timeout", "step_timeout_s", Duration(), "Give up if the process takes no step for so long.")
 @click.option("--via", type=click.Choice(MECHANISMS), help="Use this way in and no other; default: the first open.")
 @click.option("--wait", type=Duration(), help="Keep trying for so long while the process has not yet imported torch.")
 @click.option("--background", is_flag=True, help="Return once attached; detach with `mxprobe detach PID`.")
+@click.pass_context
 def command(
+    ctx: click.Context,
     pids: tuple[int, ...],
     job: bool,
     ray: str | None,
@@ -83,6 +94,7 @@ def command(
     replay_every: int,
     layers: tuple[str, ...],
     rule: str,
+    max_overhead: float | None,
     record: bool,
     duration: float | None,
     step_timeout: float,
@@ -110,6 +122,7 @@ def command(
         replay_every=replay_every,
         layers=layers or _DEFAULTS.layers,
         rule=rule,
+        max_overhead=_limit(ctx) if max_overhead is None else max_overhead,
         record=record,
         torch_wait_s=min(max(wait or 0.0, _DEFAULTS.torch_wait_s), _MAX_TORCH_WAIT_S),
         step_timeout_s=step_timeout,
@@ -141,6 +154,11 @@ def command(
     attached = " ".join(map(str, found.pids))
     click.echo(f"attached to {attached}; process {controller_pid} records (log: {directory / LOG_NAME})", err=True)
     click.echo(directory)
+
+
+def _limit(ctx: click.Context) -> float:
+    """Who says how often to probe has said what it may cost."""
+    return DEFAULT_MAX_OVERHEAD if ctx.get_parameter_source("every") is ParameterSource.DEFAULT else 0.0
 
 
 def _targets(pids: tuple[int, ...], *, job: bool, ray: str | None, wait_s: float) -> targets.Targets:

@@ -51,11 +51,25 @@ def _lines(status: dict[str, Any]) -> str:
     lines.append(f"  trace      {status['directory']}")
     if status["last_step"] is not None:
         lines.append(f"  recorded   up to step {status['last_step']}, {status['n_rows']} rows")
-    if agent.get("step_ns"):
-        in_hooks, beside = (agent[name] / agent["step_ns"] for name in ("probe_ns", "measure_ns"))
-        lines.append(
-            f"  overhead   {in_hooks:.2%} of the step time in our hooks, {beside:.1%} beside them in our own thread"
-        )
+    lines += _overhead(agent) if agent.get("step_ns") else []
     if agent:
         lines.append(f"  lost       {agent.get('n_dropped', 0)} rows dropped, {agent.get('n_errors', 0)} errors")
     return "\n".join(lines)
+
+
+def _overhead(agent: dict[str, Any]) -> list[str]:
+    """What attaching costs, and what was thinned to keep it below the limit."""
+    in_hooks, contention, beside = (
+        agent[name] / agent["step_ns"] for name in ("probe_ns", "contention_ns", "measure_ns")
+    )
+    limit = f", limit {agent['max_overhead']:.1%}" if agent["max_overhead"] else ""
+    lines = [
+        f"  overhead   {in_hooks:.2%} of the step time in our hooks, {contention:.2%} lost to our own thread{limit}",
+        f"             {beside:.1%} of the time our own thread measures, beside the run",
+    ]
+    if agent["steps_put_off"] and agent["probed_steps"]:
+        interval = agent["steps"] / agent["probed_steps"]
+        lines.append(f"  thinned    a probe every {interval:.0f} steps in place of {agent['every']}")
+    if agent["module_share"] < 1:
+        lines.append(f"  thinned    each probe measures {agent['module_share']:.1%} of the modules, in turn")
+    return lines

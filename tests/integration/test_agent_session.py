@@ -206,3 +206,31 @@ def test_a_module_whose_gradient_does_not_come_is_named(tmp_path: Path):
     assert {name: row["status"] for name, row in last.items()} == {"0": "probed", "1": "probed", "3": "probed"}
     assert [name for name, row in last.items() if row["reason"]] == ["1"]
     assert {row["module"] for row in controller.rows["tensors"] if row["role"] == "g_dgrad"} == {"0", "3"}
+
+
+def test_a_probe_that_costs_too_much_is_put_off_and_said_so(tmp_path: Path):
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with controlled(tmp_path, every=2, weights_every=2, whatifs=(), max_overhead=1e-5) as controller:
+        attend(controller, lambda: train(net, [optimizer]))
+    detached = controller.frame("detached")
+    assert detached["probed_steps"] == 1
+    assert detached["steps_put_off"] > 20
+    assert (detached["max_overhead"], detached["every"], detached["module_share"]) == (1e-5, 2, 1.0)
+
+
+def test_between_probed_steps_no_module_has_a_hook(tmp_path: Path):
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    hooked: list[int] = []
+
+    def step() -> None:
+        hooked.append(sum(bool(m._forward_hooks) for m in net.modules() if isinstance(m, nn.Linear)))
+        train(net, [optimizer])
+
+    with controlled(tmp_path, every=4, weights_every=4, whatifs=()) as controller:
+        attend(controller, step)
+    n_probed = controller.frame("detached")["probed_steps"]
+    assert sum(n == 2 for n in hooked) >= n_probed > 1
+    assert set(hooked) == {0, 2}
+    assert sum(n == 0 for n in hooked) >= len(hooked) // 3

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from mxprobe.cli import COMMANDS, main
 from mxprobe.cli.durations import Duration
+from mxprobe.cli.shares import Share
 
 OPTIONS = {
     "attach": {
@@ -31,6 +32,7 @@ OPTIONS = {
         "via",
         "ray",
         "record",
+        "max_overhead",
     },
     "trigger": {"job"},
     "detach": {"job"},
@@ -140,3 +142,10 @@ def test_durations(text: str, seconds: float) -> None:
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Duration().convert(text, None, None)
+
+
+def test_shares() -> None:
+    assert [Share().convert(text, None, None) for text in ("3%", "0.03", "0", "100%")] == [0.03, 0.03, 0.0, 1.0]
+    for text in ("three", "300%", "-1"):
+        with pytest.raises(click.BadParameter):
+            Share().convert(text, None, None)

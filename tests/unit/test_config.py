@@ -39,6 +39,7 @@ def test_defaults_are_those_of_the_code_they_configure(tmp_path: Path) -> None:
         "replay_every": agent.replay_every,
         "layers": agent.layers,
         "rule": agent.rule,
+        "max_overhead": None,
         "step_timeout": agent.step_timeout_s,
     }
     assert {each.source for each in settings.settings} == {DEFAULT}
