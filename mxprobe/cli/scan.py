@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from mxprobe.scan import ScanResult, ScanSettings
 
+_ARMS = {"q": "quantized", "qstar": "with ideal scales", "qstar_dz": "and no deadzone"}
 _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
 
 
@@ -38,6 +39,19 @@ _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Scan only modules that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these out in place of the default. Repeatable.")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE|DIR",
+    help="Run these inputs through the model as well: lines of text, or token ids (.npy, .safetensors).",
+)
+@click.option(
+    "--calibration-batches",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Batches of at most four sequences, drawn evenly from the inputs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.scan/1) on standard output.")
 @click.pass_context
 def command(
@@ -51,13 +65,21 @@ def command(
     whatif_elements: int,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
+    calibration: Path | None,
+    calibration_batches: int,
     as_json: bool,
 ) -> None:
     """Decompose the quantization error of the weights in CHECKPOINT, a safetensors file or a HuggingFace directory.
 
     No GPU and no run is needed; memory holds a part of one tensor. Writes a trace that `report` and `check` read.
     A scan that was stopped goes on when the same command is given again. Heads, embeddings and routers are left
-    out unless --exclude says otherwise. Exits 3 when a file or a tensor could not be read; the rest is scanned.
+    out unless --exclude says otherwise.
+
+    With --calibration the model is built from its config and run on the CPU, in float32: activations, the errors of
+    the products, and, for a causal language model, which operand moves its next-token distribution (Delta2) and by
+    how much MXFP4 would. That needs transformers and memory for the model.
+
+    Exits 3 when a file or a tensor could not be read; the rest is scanned.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -75,6 +97,8 @@ def command(
         whatif_elements=whatif_elements,
         include=include or ("*",),
         exclude=exclude or DEFAULT_EXCLUDE,
+        calibration=str(calibration) if calibration else "",
+        calibration_batches=calibration_batches,
     )
     status = Console(stderr=True)
     directory = output or Path(f"{checkpoint.resolve().name.removesuffix('.safetensors')}.mxprobe")
@@ -93,23 +117,31 @@ def command(
 
 
 def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, status: Console) -> ScanResult:
+    from rich.filesize import decimal
     from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from mxprobe.scan import scan
 
     columns = (
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=status) as progress:
-        task = progress.add_task("", total=None)
+        weights = progress.add_task("weights", total=None, amount="")
+        inputs = progress.add_task("calibration", total=None, amount="", visible=False)
 
         def on_progress(now: Any) -> None:
-            progress.update(task, total=now.total_bytes, completed=now.done_bytes, description=escape(now.module))
+            amount = f"{decimal(now.done_bytes)}/{decimal(now.total_bytes)}"
+            speed = progress.tasks[weights].speed
+            amount += f" {decimal(round(speed))}/s" if speed else ""
+            label = escape(now.module) or "weights"
+            progress.update(weights, total=now.total_bytes, completed=now.done_bytes, amount=amount, description=label)
+            if now.n_batches:
+                counted = f"{now.batch}/{now.n_batches} batches"
+                progress.update(inputs, total=now.n_batches, completed=now.batch, amount=counted, visible=True)
 
         try:
             return scan(checkpoint, output, settings, on_progress=on_progress)
@@ -156,10 +188,59 @@ def _show(summary: dict[str, Any], out: Console) -> None:
             )
         out.print(table)
         out.print()
+    if summary["calibration"]:
+        _show_calibration(summary["calibration"], out)
     for name, count in summary["quantized"].items():
         out.print(f"{count} weights are quantized already, as {escape(name)}: not decomposed")
     if summary["nonfinite"]:
         out.print(f"[red]non-finite values[/] in {escape(', '.join(summary['nonfinite']))}")
+
+
+def _show_calibration(found: dict[str, Any], out: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    inputs, activations = found["inputs"], found["activations"]
+    said = f"{inputs['n_sequences']} of {inputs['n_available']} sequences, {inputs['n_tokens']:,} tokens"
+    out.print(f"[bold]calibration[/]: {said}, through {escape(inputs['model'])}")
+    if activations:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("all inputs of Linears")
+        table.add_column("sampled rows", justify="right")
+        for label, cell in _LINES.items():
+            table.add_row(label, cell(activations))
+        errors = activations["output_error"]
+        both = " / ".join(_percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
+        table.add_row("error of the output, by X / by W", both)
+        out.print(table)
+        out.print()
+        table = Table(box=None, pad_edge=False)
+        table.add_column("worst products", overflow="fold")
+        table.add_column("error of the output by X", justify="right")
+        table.add_column("zeros in X", justify="right")
+        for row in found["worst_outputs"]:
+            table.add_row(escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
+        out.print(table)
+        out.print()
+    if found["kl"] is None:
+        out.print(f"{escape(inputs['model'])} has no next-token distribution: no Delta2, no KL")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("what moves the model", overflow="fold")
+    table.add_column("role")
+    table.add_column("predicted KL, nats per token", justify="right")
+    for row in found["most_sensitive"]:
+        table.add_row(escape(row["module"]), row["role"], _scientific(row["predicted_kl"]))
+    out.print(table)
+    arms = ", ".join(f"{_ARMS.get(arm, arm)} {_scientific(kl)}" for arm, kl in found["kl"].items())
+    out.print(f"KL of the model against itself as it is: {escape(arms)} nats per token")
+    if not found["is_first_order"]:
+        out.print("[yellow]the single effects do not add up to it[/]: read their order, not their size")
+    out.print()
+
+
+def _scientific(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}"
 
 
 def _fixed(digits: int) -> Callable[[float | None], str]:

@@ -22,6 +22,7 @@ from mxprobe.schema import OUTPUT_SUMS, Role
 from mxprobe_kernels import Decomposition, apply_correction, decompose, error_fields
 from mxprobe_kernels.formats import get_format
 
+from .lines import evenly
 from .weights import Weight
 
 SLAB_ELEMENTS = 1 << 22
@@ -60,7 +61,7 @@ def measure_weight(
     """
     along_in = 0 if weight.is_transposed else -1
     directions = (_Direction(Role.W_FWD, along_in), _Direction(Role.W_DGRAD, -1 - along_in))
-    sampled = set(_evenly(weight.n_matrices, MAX_SAMPLED_EXPERTS))
+    sampled = set(evenly(weight.n_matrices, MAX_SAMPLED_EXPERTS))
     for matrix in range(weight.n_matrices):
         columns: list[torch.Tensor] = []
         wants_sample = bool(settings.whatifs) and matrix in sampled
@@ -111,12 +112,12 @@ def _take(
     columns: list[torch.Tensor],
 ) -> None:
     budget = settings.whatif_elements // n_matrices
-    rows = _evenly(weight.n_rows, max(budget // weight.n_columns, MIN_SAMPLED_LINES))
+    rows = evenly(weight.n_rows, max(budget // weight.n_columns, MIN_SAMPLED_LINES))
     here = [row - first_row for row in rows if first_row <= row < first_row + slab.shape[0]]
     along_rows = next(direction for direction in directions if direction.dim == -1)
     if here:
         along_rows.sample.append(slab[here])
-    columns.append(slab[:, _evenly(weight.n_columns, max(budget // weight.n_rows, MIN_SAMPLED_LINES))])
+    columns.append(slab[:, evenly(weight.n_columns, max(budget // weight.n_rows, MIN_SAMPLED_LINES))])
 
 
 def _tensor_row(direction: _Direction, weight: Weight) -> Row:
@@ -159,9 +160,3 @@ def _whatif_rows(direction: _Direction, weight: Weight, settings: MeasureSetting
 def _scaled(sample: float, base: float, total: float, expansion: float) -> float:
     """The ratio estimator; plain expansion where the uncorrected sample has no error (weights on the grid)."""
     return sample / base * total if base > 0 else sample * expansion
-
-
-def _evenly(n: int, count: int) -> list[int]:
-    """At most `count` of range(n), evenly spaced, the first and the last half a step from the ends."""
-    count = min(n, count)
-    return [(2 * i + 1) * n // (2 * count) for i in range(count)]

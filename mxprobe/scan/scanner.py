@@ -1,34 +1,34 @@
 """A scan: every weight of a checkpoint into a trace, one at a time; stopped, it goes on where it was.
 
-Per weight the trace gets its `tensors` and `whatif` rows and, last, its `modules` row: a weight with a `modules`
-row is done. To resume, the rows of done weights are copied into a new trace in the same place, since a trace has
-one writer in its life.
+Per weight the trace gets its `tensors` and `whatif` rows and, last, its `modules` row. Per batch of calibration inputs
+it gets what `mxprobe.scan.activations` measures and, last, an event.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from torch import nn
 
 from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
 from mxprobe.errors import MxprobeError, UsageError
-from mxprobe.schema import TABLES, Phase
-from mxprobe.trace import Trace, TraceWriter, open_trace
+from mxprobe.protocol import AgentConfig
+from mxprobe.schema import Phase
+from mxprobe.trace import TraceWriter
 from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, get_format, get_rule
 
+from .activations import Activations
+from .calibration import MAX_TOKENS, Inputs, calibration_files, read_inputs
 from .checkpoint import Checkpoint, open_checkpoint
 from .measure import MeasureSettings, Row, measure_weight
+from .model import BuiltModel, build_model
+from .resume import CALIBRATED, identity_of, interrupted, take_over
 from .safetensors_file import BITS
 from .weights import ALREADY_QUANTIZED, PROBED, Weight, find_weights, settings_of_quantization
-
-_DATA_TABLES = ("tensors", "whatif", "modules")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class ScanSettings:
     whatif_elements: int = 65_536
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
+    calibration: str = ""
+    """Path of real inputs for the model, see `mxprobe.scan.calibration`; empty: weights only."""
+    calibration_batches: int = 8
+    """Batches of at most four sequences; the verdict wants eight."""
 
     def __post_init__(self) -> None:
         try:
@@ -52,6 +56,8 @@ class ScanSettings:
             raise UsageError(str(error)) from None
         if self.whatif_elements < 1:
             raise UsageError("what-ifs need at least one element per weight; leave them out with no what-ifs at all")
+        if self.calibration_batches < 1:
+            raise UsageError("a calibration has at least one batch")
 
     def measuring(self) -> MeasureSettings:
         return MeasureSettings(self.format, self.rule, self.whatifs, self.whatif_elements)
@@ -64,6 +70,8 @@ class ScanResult:
     n_resumed: int = 0
     """Of those, taken over from an earlier, interrupted scan."""
     n_bytes: int = 0
+    n_batches: int = 0
+    """Of calibration inputs, those of an earlier scan included."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Weights that are stored quantized, by format."""
     problems: list[str] = field(default_factory=list)
@@ -75,8 +83,11 @@ class Progress:
     """Handed to `on_progress` as the scan goes on."""
 
     module: str
+    """The weight being measured; empty once all are, and batches of calibration inputs are run."""
     done_bytes: int
     total_bytes: int
+    batch: int = 0
+    n_batches: int = 0
 
 
 def scan(
@@ -89,10 +100,11 @@ def scan(
     """Scan the checkpoint at `path` into a new trace at `output`, or finish an interrupted scan there.
 
     What cannot be read is named in `problems` (and in the trace, as events) and the rest is scanned. Role w_fwd
-    has blocks along in-features, w_dgrad along out-features; phase is eval and step 0.
+    has blocks along in-features, w_dgrad along out-features; phase is eval and step 0. With `settings.calibration`
+    the model is built first, and each batch of inputs is a step from 1 on, see `mxprobe.scan.activations`.
 
     Raises:
-        UsageError: nothing to scan.
+        UsageError: nothing to scan, or a calibration without a model that can be built or inputs that can be read.
         TraceError: `output` holds another trace, or a finished one.
     """
     settings = settings or ScanSettings()
@@ -102,13 +114,19 @@ def scan(
         reasons = sorted({weight.reason for weight in weights})
         raise UsageError(f"{path} holds no weight to scan", cause="; ".join(reasons[:5]))
     result = ScanResult(output, problems=list(checkpoint.problems))
-    identity = _identity(checkpoint, settings)
-    kept = _interrupted(output, identity)
-    writer = TraceWriter(output, _run(checkpoint, settings, identity))
+    identity = identity_of(checkpoint, asdict(settings))
+    calibration = _prepare(checkpoint, weights, settings) if settings.calibration else None
+    kept = interrupted(output, identity)
+    run = _run(checkpoint, settings, identity)
+    if calibration is not None:
+        run["calibration"] = calibration.describe()
+    writer = TraceWriter(output, run)
     try:
-        done = _take_over(kept, writer, output) if kept is not None else set[str]()
+        done, done_steps = take_over(kept, writer, output) if kept is not None else (set[str](), set[int]())
         _write_problems(writer, result.problems)
         _measure_all(weights, done, settings, writer, result, on_progress)
+        if calibration is not None:
+            _calibrate(calibration, done_steps, writer, result, on_progress)
         writer.update_run(scan={**identity, "problems": result.problems, "quantized": result.quantized})
     except BaseException:
         writer.abandon()  # not complete: the same call continues it
@@ -152,6 +170,75 @@ def _measure_all(
         _append(writer, "modules", [_module_row(weight)])
 
 
+@dataclass(frozen=True)
+class _Calibration:
+    built: BuiltModel
+    modules: dict[str, nn.Linear]
+    inputs: Inputs
+    config: AgentConfig
+
+    def describe(self) -> dict[str, Any]:
+        """As `run.json` has it."""
+        inputs = self.inputs
+        return {
+            "model": self.built.class_name,
+            "n_modules": len(self.modules),
+            "n_batches": len(inputs.batches),
+            "n_sequences": inputs.n_sequences,
+            "n_available": inputs.n_available,
+            "n_tokens": inputs.n_tokens,
+            "n_cut": inputs.n_cut,
+            "delta2": self.built.is_causal,
+        }
+
+
+def _prepare(checkpoint: Checkpoint, weights: Sequence[Weight], settings: ScanSettings) -> _Calibration:
+    files = calibration_files(Path(settings.calibration))
+    built = build_model(checkpoint, weights)
+    modules = built.linears({weight.module for weight in weights if weight.status == PROBED})
+    if not modules:
+        raise UsageError(
+            f"no weight that is scanned belongs to an nn.Linear of {built.class_name}",
+            cause="its layers are of another kind (Conv1D, fused experts), or the globs leave all of them out",
+            remedy="widen --include, or scan without --calibration",
+        )
+    inputs = read_inputs(
+        files,
+        built.tokenize,
+        n_batches=settings.calibration_batches,
+        vocabulary=built.vocabulary,
+        max_tokens=min(built.max_tokens, MAX_TOKENS),
+    )
+    config = AgentConfig(format=settings.format, rule=settings.rule, whatifs=settings.whatifs)
+    return _Calibration(built, modules, inputs, config)
+
+
+def _calibrate(
+    calibration: _Calibration,
+    done: set[int],
+    writer: TraceWriter,
+    result: ScanResult,
+    on_progress: Callable[[Progress], None],
+) -> None:
+    batches = calibration.inputs.batches
+    activations = Activations(calibration.built, calibration.modules, calibration.config)
+    try:
+        for step, batch in enumerate(batches, 1):
+            on_progress(Progress("", result.n_bytes, result.n_bytes, step - 1, len(batches)))
+            if step not in done:
+                tables: dict[str, list[Row]] = {}
+                for table, row in activations.measure(batch, step):
+                    tables.setdefault(table, []).append(row)
+                for table, rows in tables.items():
+                    _append(writer, table, rows)
+                said = f"{len(batch.input_ids)} sequences, {batch.n_tokens} tokens"
+                _append(writer, "events", [_event(CALIBRATED, said, step)])
+            result.n_batches += 1
+            on_progress(Progress("", result.n_bytes, result.n_bytes, step, len(batches)))
+    finally:
+        activations.close()
+
+
 def _run(checkpoint: Checkpoint, settings: ScanSettings, identity: dict[str, Any]) -> dict[str, Any]:
     config = checkpoint.config
     return {
@@ -163,64 +250,6 @@ def _run(checkpoint: Checkpoint, settings: ScanSettings, identity: dict[str, Any
         "format": settings.format,
         "rule": settings.rule,
     }
-
-
-def _identity(checkpoint: Checkpoint, settings: ScanSettings) -> dict[str, Any]:
-    """What must be equal for a scan to be continued: files and settings, as JSON gives them back."""
-    identity = {"checkpoint": str(checkpoint.path.resolve()), "files": checkpoint.fingerprint, **asdict(settings)}
-    return json.loads(json.dumps(identity))
-
-
-def _backup(output: Path) -> Path:
-    return output.with_name(f"{output.name}.resuming")
-
-
-def _interrupted(output: Path, identity: dict[str, Any]) -> Trace | None:
-    """The unfinished scan to continue, moved out of the way; None when there is none.
-
-    A scan killed while it took over an earlier one leaves the earlier one in the backup, which then counts.
-    """
-    backup = _backup(output)
-    source = backup if backup.is_dir() else output
-    if not source.is_dir() or not any(source.iterdir()):
-        return None
-    trace = open_trace(source)
-    recorded = trace.run.get("scan")
-    if trace.is_complete or trace.is_live or not isinstance(recorded, dict):
-        return None  # the writer says in words that the place is taken
-    differing = [key for key in identity if recorded.get(key) != identity[key]]
-    if differing:
-        raise UsageError(
-            f"{output} holds an unfinished scan of something else ({', '.join(differing)} differ)",
-            cause="the checkpoint has changed, or other options were given",
-            remedy="repeat the options of that scan, choose another directory with -o, or remove that one",
-        )
-    if source is output:
-        output.rename(backup)
-    elif output.is_dir():
-        shutil.rmtree(output)
-    return open_trace(backup)
-
-
-def _take_over(earlier: Trace, writer: TraceWriter, output: Path) -> set[str]:
-    """Copy the rows of done weights; returns their modules."""
-    done = set(earlier.modules()["module"].astype(str))
-    for table in _DATA_TABLES:
-        frame = earlier.table(table)
-        frame = frame[frame["module"].astype(str).isin(sorted(done))]
-        if not frame.empty:
-            writer.append(table, {name: _plain(frame[name], kind) for name, kind in TABLES[table]})
-    shutil.rmtree(_backup(output))
-    return done
-
-
-def _plain(column: pd.Series, kind: str) -> list[Any]:
-    """A column as Python values, missing ones None, integers whole again."""
-    if kind.startswith("list"):
-        return [None if values is None else [int(value) for value in values] for values in column]
-    missing = column.isna()
-    cast: Callable[[Any], Any] = {"int64": int, "int32": int, "float64": float, "bool": bool}.get(kind, str)
-    return [None if gone else cast(value) for value, gone in zip(column, missing, strict=True)]
 
 
 def _key(weight: Weight, settings: ScanSettings) -> Row:
@@ -262,8 +291,8 @@ def _append(writer: TraceWriter, table: str, rows: Sequence[Row]) -> None:
 
 
 def _write_problems(writer: TraceWriter, problems: Sequence[str]) -> None:
-    _append(
-        writer,
-        "events",
-        [{"step": 0, "time_ns": time.time_ns(), "kind": "unreadable", "detail": problem} for problem in problems],
-    )
+    _append(writer, "events", [_event("unreadable", problem) for problem in problems])
+
+
+def _event(kind: str, detail: str, step: int = 0) -> Row:
+    return {"step": step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}

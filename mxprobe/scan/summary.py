@@ -1,4 +1,5 @@
-"""What a scan found, from its trace: totals per direction, what-ifs, the worst weights. No torch."""
+"""What a scan found, from its trace: totals per direction, what-ifs, the worst weights; of a calibration, the
+activations, the errors of the products, and what moves the model. No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pandas as pd
 
 from mxprobe.attribution import ratios
 from mxprobe.attribution.gaussian import gaussian_reference
+from mxprobe.attribution.sensitivity import is_valid, operand_sensitivity, validity
 from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.schema import Role
 from mxprobe.trace import Trace
@@ -17,6 +19,7 @@ from mxprobe_kernels.formats import MXFP4
 
 SCHEMA = "mxprobe.scan/1"
 ROLES = (str(Role.W_FWD), str(Role.W_DGRAD))
+ACTIVATIONS = str(Role.X_FWD)
 _SHOWN = (
     "nmse",
     "sqnr_db",
@@ -37,8 +40,11 @@ _SPLIT = ("scale", "deadzone", "grid", "raw_scale", "raw_deadzone", "raw_grid", 
 def summarise(trace: Trace, *, worst: int = 5) -> dict[str, Any]:
     """JSON-ready. `directions`, one per role: ratios of the sums over all weights, what each correction leaves of
     the error, and, for MXFP4, the Gaussian reference and the judgement of all weights as one tensor. `worst`
-    weights by NMSE, `modules` by status, `quantized` ones by format, `problems`."""
-    tensors, whatif, modules = trace.tensors(), trace.whatif(), trace.modules()
+    weights by NMSE, `modules` by status, `quantized` ones by format, `problems`. `calibration`, null without one: see
+    `_calibration`."""
+    of_batches, tried_on_batches = trace.tensors(), trace.whatif()
+    modules = trace.modules()
+    tensors, whatif = (frame[frame["step"] == 0] for frame in (of_batches, tried_on_batches))
     run: Mapping[str, Any] = trace.run
     return {
         "schema": SCHEMA,
@@ -53,7 +59,50 @@ def summarise(trace: Trace, *, worst: int = 5) -> dict[str, Any]:
         "quantized": run.get("scan", {}).get("quantized", {}),
         "nonfinite": _nonfinite(tensors),
         "problems": run.get("scan", {}).get("problems", []),
+        "calibration": _calibration(trace, of_batches, tried_on_batches, worst) if run.get("calibration") else None,
     }
+
+
+def _calibration(trace: Trace, tensors: pd.DataFrame, whatif: pd.DataFrame, count: int) -> dict[str, Any]:
+    """`inputs` as `run.json` has them; `activations` like a direction, with `output_error`, the energy of the error
+    of the GEMM's output relative to it, of X and of W; `worst_outputs` by that of X; `kl` of each replayed arm against
+    the model as it is, nats per token; `most_sensitive` operands by predicted KL; `is_first_order`: the sum over
+    operands predicts the replayed KL. The last three are null where the model has no next-token distribution."""
+    tensors, whatif = tensors[tensors["step"] > 0], whatif[whatif["step"] > 0]
+    found: dict[str, Any] = {
+        "inputs": dict(trace.run["calibration"]),
+        "activations": None,
+        "worst_outputs": [],
+        "kl": None,
+        "most_sensitive": None,
+        "is_first_order": None,
+    }
+    if _has(tensors, ACTIVATIONS):
+        errors = ratios.totals(tensors, ["module", "role"])
+        errors["output_error"] = errors["out_e2"] / errors["out_ref2"].where(errors["out_ref2"] > 0)
+        mean = errors.groupby("role", observed=True)["output_error"].mean()
+        of_inputs = errors[errors["role"].astype(str) == ACTIVATIONS].sort_values("output_error", ascending=False)
+        found["activations"] = _direction(ACTIVATIONS, tensors, whatif, str(trace.run.get("rule"))) | {
+            "output_error": {str(role): _number(value) for role, value in mean.items()}
+        }
+        found["worst_outputs"] = [
+            {
+                "module": str(row["module"]),
+                "output_error": _number(row["output_error"]),
+                "zero_frac": _number(row["n_zeroed"] / row["n"]),
+            }
+            for _, row in of_inputs.head(count).iterrows()
+        ]
+    replays, sensitivity = trace.replays(), trace.sensitivity()
+    if not replays.empty and not sensitivity.empty:
+        arms = replays.groupby("arm", observed=True, sort=False)[["sum_kl", "n_tokens"]].sum()
+        found["kl"] = {str(arm): _number(row["sum_kl"] / row["n_tokens"]) for arm, row in arms.iterrows()}
+        found["most_sensitive"] = [
+            {name: str(row[name]) for name in ("module", "role")} | {"predicted_kl": _number(row["predicted_kl"])}
+            for _, row in operand_sensitivity(sensitivity).head(count).iterrows()
+        ]
+        found["is_first_order"] = is_valid(validity(sensitivity, replays))
+    return found
 
 
 def _has(tensors: pd.DataFrame, role: str) -> bool:

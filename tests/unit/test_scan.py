@@ -166,7 +166,7 @@ def test_a_scan_killed_while_it_took_over_loses_nothing(tmp_path: Path, monkeypa
     with pytest.raises(StoppedError):
         scan(path, tmp_path / "t", NO_WHATIF, on_progress=stop_at(4 * 64 * 64 * 4))
     with monkeypatch.context() as patch:
-        patch.setattr("mxprobe.scan.scanner._take_over", lambda *args: (_ for _ in ()).throw(StoppedError))
+        patch.setattr("mxprobe.scan.scanner.take_over", lambda *args: (_ for _ in ()).throw(StoppedError))
         with pytest.raises(StoppedError):
             scan(path, tmp_path / "t", NO_WHATIF)
     assert scan(path, tmp_path / "t", NO_WHATIF).n_resumed == 3
