@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mxprobe_kernels.decomposition import Decomposition as Decomposition
     from mxprobe_kernels.frontend import decompose as decompose
     from mxprobe_kernels.frontend import error_fields as error_fields
+    from mxprobe_kernels.frontend import lite as lite
     from mxprobe_kernels.frontend import quantize_dequantize as quantize_dequantize
     from mxprobe_kernels.torch_backend import ErrorFields as ErrorFields
 
@@ -22,6 +23,7 @@ _HOME = {
     "apply_correction": "corrections",
     "decompose": "frontend",
     "error_fields": "frontend",
+    "lite": "frontend",
     "quantize_dequantize": "frontend",
 }
 
@@ -34,6 +36,7 @@ SHIPPED_MODULES = (
     "decomposition",
     "formats",
     "frontend",
+    "lite_statistics",
     "rounding",
     "torch_backend",
 )

@@ -15,8 +15,12 @@ import torch
 from mxprobe_kernels.blocks import rows_of
 from mxprobe_kernels.decomposition import N_VALUES, Decomposition, empty
 from mxprobe_kernels.formats import MXFP4, Format, Rule
+from mxprobe_kernels.lite_statistics import Lite, from_decomposition
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu", "libmxprobe_cpu.so")
+
+_INTERFACE = 2
+"""Of dispatch.cpp: an older library beside newer Python is not used."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -28,8 +32,9 @@ def library() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(LIBRARY)
         loaded.mxprobe_isas.restype = ctypes.c_char_p
         pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        loaded.mxprobe_statistics.argtypes = [pointer, i32, i64, i64, i64, i32, i32, i32, i32, ctypes.c_char_p, pointer]
-        return loaded if loaded.mxprobe_values() == N_VALUES else None
+        loaded.mxprobe_statistics.argtypes = [pointer, i32, i64, i64, i64, *[i32] * 5, ctypes.c_char_p, pointer]
+        current = loaded.mxprobe_interface() == _INTERFACE and loaded.mxprobe_values() == N_VALUES
+        return loaded if current else None
     except (OSError, AttributeError):
         return None
 
@@ -53,13 +58,27 @@ def decompose(
     `isa`: one of `isas()`, the best by default. `n_threads`: torch's own number by default; the result is the same.
     ValueError where there is no library, or no such instruction set.
     """
+    return Decomposition(_statistics(x, format, rule, dim, False, isa, n_threads), format.name, rule.value)
+
+
+@torch.no_grad()
+def lite(x: torch.Tensor, format: Format, rule: Rule, dim: int, *, isa: str = "", n_threads: int | None = None) -> Lite:
+    """The always-on statistics at about three times the rate of `decompose`; everything else as there."""
+    values = _statistics(x, format, rule, dim, True, isa, n_threads)
+    return from_decomposition(Decomposition(values, format.name, rule.value))
+
+
+def _statistics(
+    x: torch.Tensor, format: Format, rule: Rule, dim: int, lite: bool, isa: str, n_threads: int | None
+) -> torch.Tensor:
+    """float64 [N_VALUES]; under `lite` those that `Lite` is made of, zeros elsewhere."""
     loaded = library()
     if loaded is None or not supports(x, format):
         raise ValueError("the CPU kernels were not built, or cannot take this tensor or format; use backend='torch'")
     rows = rows_of(x, dim)
     values = empty(x.device)
     if not rows.numel():
-        return Decomposition(values, format.name, rule.value)
+        return values
     if rows.dtype == torch.float64:
         rows = rows.float()
     columns = rows.stride(0) == 1 and rows.stride(1) != 1
@@ -75,10 +94,11 @@ def decompose(
         columns,
         format.amax_bias(rule),
         rule.covers_amax,
+        lite,
         n_threads or torch.get_num_threads(),
         isa.encode(),
         values.data_ptr(),
     )
     if failed:
         raise ValueError(f"no kernel for instruction set {isa!r} here; known: {', '.join(isas())}")
-    return Decomposition(values, format.name, rule.value)
+    return values

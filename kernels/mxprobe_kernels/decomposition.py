@@ -49,6 +49,10 @@ class Decomposition:
             return [int(v) for v in self.values[_CODES:].tolist()]
         raise AttributeError(name)
 
+    def column(self, name: str) -> torch.Tensor:
+        """float64 [] of one sum, count or `amax`, still on its device."""
+        return self.values[_INDEX[name]]
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as Python numbers and lists, in one copy from the device."""
         local = Decomposition(self.values.cpu(), self.format, self.rule)

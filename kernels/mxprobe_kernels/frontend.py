@@ -15,6 +15,7 @@ import torch
 from mxprobe_kernels import cpu_backend, torch_backend
 from mxprobe_kernels.decomposition import Decomposition
 from mxprobe_kernels.formats import MXFP4, Format, Rule, get_format, get_rule
+from mxprobe_kernels.lite_statistics import Lite, from_decomposition
 from mxprobe_kernels.torch_backend import ErrorFields
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
@@ -43,6 +44,33 @@ def decompose(
     if picked == "cpu":
         return cpu_backend.decompose(x, record, chosen, dim)
     return torch_backend.decompose(x, record, chosen, dim)
+
+
+def lite(
+    x: torch.Tensor,
+    *,
+    format: str | Format = "mxfp4",
+    rule: str | Rule = "rceil",
+    dim: int = -1,
+    backend: str = "auto",
+) -> Lite:
+    """sum x^2, sum e^2, zeroed, saturated and non-finite elements, and amax: cheap enough to run always.
+
+    The Triton kernel takes blocks along a last axis of unit stride; "auto" leaves other tensors to torch, whose
+    path costs as much as `decompose`. ValueError as for `decompose`.
+    """
+    record, chosen = get_format(format), get_rule(rule)
+    picked = _pick(backend, x, record)
+    along_last = bool(x.dim()) and dim in (-1, x.dim() - 1) and (x.stride(-1) == 1 or not x.numel())
+    if picked == "triton" and (backend == "triton" or (along_last and x.dtype != torch.float64)):
+        from mxprobe_kernels import triton_backend
+
+        if not along_last:
+            raise ValueError("the Triton lite kernel takes blocks along a last axis of unit stride")
+        return Lite(*triton_backend.lite(x, chosen))
+    if picked == "cpu":
+        return cpu_backend.lite(x, record, chosen, dim)
+    return from_decomposition(torch_backend.decompose(x, record, chosen, dim))
 
 
 def _pick(backend: str, x: torch.Tensor, format: Format) -> str:

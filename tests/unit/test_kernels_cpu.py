@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxprobe_kernels import build_cpu, cpu_backend, decompose, torch_backend
+from mxprobe_kernels import build_cpu, cpu_backend, decompose, lite, torch_backend
 from mxprobe_kernels.columns import COUNTS, ENERGY_SUMS
 from mxprobe_kernels.formats import MXFP4, NVFP4, Rule
 from tests.cases import Case, disagreements, golden_cases, hard_tensors
@@ -51,6 +51,35 @@ def test_random_elements_have_the_codes_of_float64(dtype: torch.dtype, isa: str)
     for i, rule in enumerate(Rule):
         measured = cpu_backend.decompose(x.to(dtype), MXFP4, rule, i % 2, isa=isa).to_dict()
         assert disagreements(measured, torch_backend.decompose(x.to(dtype), MXFP4, rule, i % 2).to_dict(), 1e-6) == []
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+def test_lite_is_a_part_of_the_decomposition(isa: str):
+    for name, x in hard_tensors():
+        for rule, dim in ((Rule.RCEIL, 1), (Rule.FLOOR, 0)):
+            part = cpu_backend.lite(x, MXFP4, rule, dim, isa=isa).to_dict()
+            whole = torch_backend.decompose(x, MXFP4, rule, dim).to_dict()
+            assert disagreements(part, {key: whole[key] for key in part}, rtol=1e-6) == [], (name, rule, dim)
+
+
+@built
+def test_lite_of_every_backend():
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(7))
+    for dim in (0, 1):
+        by_default, plain = lite(x, dim=dim).to_dict(), lite(x, dim=dim, backend="torch").to_dict()
+        assert list(by_default) == ["sum_x2", "sum_e2", "n_zeroed", "n_saturated", "n_nonfinite", "amax"]
+        assert disagreements(by_default, plain, rtol=1e-6) == []
+    assert lite(x[:0]).to_dict()["sum_x2"] == 0
+
+
+@built
+def test_narrow_rows_are_measured_as_one_long_row():
+    """Rows of two blocks that lie end to end, and the same rows apart, give the same to rounding."""
+    wide = torch.randn(300, 128, generator=torch.Generator().manual_seed(8))
+    apart, together = wide[:, :64], wide[:, :64].contiguous()
+    one = cpu_backend.decompose(apart, MXFP4, Rule.RCEIL, 1).to_dict()
+    assert disagreements(cpu_backend.decompose(together, MXFP4, Rule.RCEIL, 1).to_dict(), one, rtol=1e-6) == []
 
 
 @built

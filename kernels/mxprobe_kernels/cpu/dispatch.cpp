@@ -62,19 +62,24 @@ const std::vector<Choice>& choices() {
 
 }  // namespace
 
-int delta_bin(double ratio) {
-  static const std::vector<double> edges = [] {
-    std::vector<double> e(33);
-    for (int k = 0; k <= 32; k++) e[k] = std::exp2(k / 32.0);
-    return e;
-  }();
-  if (!(ratio >= 1.0)) return 0;
-  if (ratio >= edges[31]) return 31;
-  // log2(1 + f) is at least f: start there and walk, four steps at most
-  int bin = int((ratio - 1.0) * 32.0);
-  while (ratio >= edges[bin + 1]) bin++;
-  return bin;
+DeltaTable::DeltaTable() {
+  float last[32];  // the largest a with 6 / a >= 2^(k / 32)
+  for (int k = 1; k < 32; k++) {
+    const double edge_ratio = std::exp2(k / 32.0);
+    last[k] = std::nextafter(float(6.0 / edge_ratio), 8.0f);
+    while (6.0 / last[k] < edge_ratio) last[k] = std::nextafter(last[k], 0.0f);
+  }
+  for (int i = 0; i < kGranules; i++) {
+    const int32_t bits = (kFirst + i) << kShift;
+    float low;
+    std::memcpy(&low, &bits, sizeof low);
+    bin[i] = 0;
+    while (bin[i] < 31 && low <= last[bin[i] + 1]) bin[i]++;
+    edge[i] = bin[i] ? last[bin[i]] : 8.0f;
+  }
 }
+
+const DeltaTable delta_table;
 
 }  // namespace mxprobe
 
@@ -96,13 +101,21 @@ EXPORT const char* mxprobe_isas() {
 
 EXPORT int mxprobe_values() { return kValues; }
 
-// x [n_rows, n_columns], unit stride along columns -> values[kValues]. 0, or -1 when `isa` is not to be had.
+// Changes with the signatures below.
+EXPORT int mxprobe_interface() { return 2; }
+
+// x [n_rows, n_columns], unit stride along columns -> values[kValues], of which `lite` fills those of Tile::lite.
+// 0, or -1 when `isa` is not to be had.
 EXPORT int mxprobe_statistics(const void* x, int dtype, int64_t n_rows, int64_t n_columns, int64_t stride_bytes, int columns,
-                              int32_t bias, int covers, int n_threads, const char* isa, double* values) {
+                              int32_t bias, int covers, int lite, int n_threads, const char* isa, double* values) {
   Kernel kernel = nullptr;
   for (const Choice& c : choices())
     if (!kernel && (!*isa || !std::strcmp(isa, c.name))) kernel = c.kernel;
   if (!kernel) return -1;
+
+  // Rows of whole blocks that lie end to end are one long row: a segment then fills up whatever their length.
+  const int64_t element = static_cast<DType>(dtype) == DType::kFloat32 ? 4 : 2;
+  if (!columns && n_columns % 32 == 0 && stride_bytes == n_columns * element) n_columns *= n_rows, n_rows = 1;
 
   // Tiles depend on the shape alone, so that the sums do not depend on the number of threads.
   const int64_t width = std::min(n_columns, columns ? int64_t(2048) : kTileElements);
@@ -116,7 +129,7 @@ EXPORT int mxprobe_statistics(const void* x, int dtype, int64_t n_rows, int64_t 
     for (int64_t i; (i = next.fetch_add(1)) < across * down;) {
       const int64_t r = i / across * height, c = i % across * width;
       const Tile tile{static_cast<const char*>(x), r, std::min(r + height, n_rows), c, std::min(c + width, n_columns),
-                      stride_bytes, bias, static_cast<DType>(dtype), columns != 0, covers != 0};
+                      stride_bytes, bias, static_cast<DType>(dtype), columns != 0, covers != 0, lite != 0};
       kernel(tile, parts.data() + i * kValues);
     }
   };

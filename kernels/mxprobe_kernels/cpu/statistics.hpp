@@ -1,6 +1,7 @@
 // Shared by the kernels (one per instruction set) and by dispatch.cpp.
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 namespace mxprobe {
 
@@ -25,10 +26,26 @@ struct Tile {
   DType dtype;
   bool columns;  // blocks run along rows of the matrix's columns
   bool covers;   // s >= s* always
+  bool lite;     // kX2, kE2, kN, kZeroed, kSaturated, kNonfinite, kBlocks, kBlocksExcluded and kAmax only
 };
 
-// floor(32 log2(ratio)), clipped to 0 .. 31.
-int delta_bin(double ratio);
+// floor(32 log2(6 / a)), clipped to 0 .. 31: by granules of 1/64 binade of a in [2, 8), at most one edge in each.
+struct DeltaTable {
+  static constexpr int kShift = 17, kFirst = 0x40000000 >> kShift, kGranules = 128;
+  int bin[kGranules];     // at the granule's lower end
+  float edge[kGranules];  // the largest a of that bin
+  DeltaTable();
+  int bin_of(float a) const {
+    if (a < 2.0f) return 31;
+    if (a >= 6.0f) return 0;
+    int32_t bits;
+    std::memcpy(&bits, &a, sizeof bits);
+    const int i = (bits >> kShift) - kFirst;
+    return bin[i] - (a > edge[i]);
+  }
+};
+
+extern const DeltaTable delta_table;
 
 using Kernel = void (*)(const Tile&, double*);
 
