@@ -12,7 +12,7 @@ from mxprobe.comparison.levels import ErrorChange, SignalChange
 
 from . import explorer, names, operands, outputs, packing, symptoms
 from .inputs import Inputs
-from .markup import Html, basis, card, number, table, tag
+from .markup import Html, basis, card, number, scope, table, tag
 from .operands import Binned, Operands
 
 ERRORS_SHOWN = 12
@@ -84,7 +84,7 @@ def section(against: Against, name: str) -> Html:
         for title, head, rows, numeric in (_config(comparison), _signals(comparison), _errors(comparison))
         if rows
     ]
-    kind = basis("measured")
+    kind = tag("span", scope("steps", "rank", "operands"), basis("measured"))
     return card("B relative to A", *parts, tag("div", *drawers, class_="drawers"), id="against", kind=kind)
 
 

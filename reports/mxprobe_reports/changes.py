@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mxprobe.attribution.trends import ALPHA, find_step, mann_kendall
 
-from .markup import Html, basis, number, tag
+from .markup import Html, basis, number, scope, tag
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def line(change: Change, show: Callable[[float], str]) -> Html:
     if change.at is not None and change.before is not None and change.after is not None and change.p is not None:
         words += f"; step at {change.at}: {show(change.before)} to {show(change.after)}, p {_p(change.p)}"
     title = "A trend or step of one run is associated with what happened then, not caused by it."
-    return tag("p", basis("associated"), f" · {words}", class_="note change-point", title=title)
+    return tag("p", basis("associated"), f" · {words} ", scope("steps"), class_="note change-point", title=title)
 
 
 def _p(value: float) -> str:

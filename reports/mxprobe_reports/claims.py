@@ -15,7 +15,7 @@ from mxprobe.attribution import Evidence, Recommendation, ratios
 from mxprobe.schema import DELTA_BINS, Role, Verdict
 
 from . import names
-from .markup import Html, basis, card, number, percent, tag
+from .markup import Html, basis, card, join, link, number, percent, scope, tag
 from .operands import Operands
 from .symptoms import Signal
 
@@ -34,35 +34,46 @@ class Claim:
     missing: str
 
 
-def section(operands: Operands, recommendation: Recommendation, signals: Sequence[Signal]) -> Html:
+def section(
+    operands: Operands, recommendation: Recommendation, signals: Sequence[Signal], *, has_noise: bool = False
+) -> Html:
+    """`has_noise`: the sampling noise of the gradient was measured."""
     found = [
-        scale_and_gradient(operands),
+        scale_and_gradient(operands, has_noise=has_noise),
         deadzone_and_rollout(operands, recommendation),
         grid_and_entropy(operands, signals),
     ]
-    return card(
-        "The paper's three claims on this run", tag("div", *map(_block, found), class_="row three"), id="claims"
-    )
+    blocks = tag("div", *map(_block, found, _DATA), class_="row three")
+    return card("The paper's three claims on this run", blocks, id="claims", kind=scope("steps", "rank", "operands"))
 
 
-def _block(claim: Claim) -> Html:
+_DATA = (
+    (("depth", "gradient error"), ("methods", "gain")),
+    (("error", "where the error is"), ("signals", "mismatch"), ("realised", "realised errors")),
+    (("error", "split"), ("signals", "entropy")),
+)
+"""Where the numbers of each claim are shown."""
+
+
+def _block(claim: Claim, data: Sequence[tuple[str, str]]) -> Html:
     return tag(
         "div",
         tag("h3", claim.title),
         tag("p", basis(claim.kind), " ", tag("b", claim.reading), class_="reading"),
         tag("ul", *[tag("li", text) for text in claim.measured]),
+        tag("p", "Data: ", join([link(id, text) for id, text in data], ", "), class_="note"),
         tag("p", tag("b", "Not in this trace. "), claim.missing, class_="note"),
         class_="prose",
     )
 
 
-def scale_and_gradient(operands: Operands) -> Claim:
+def scale_and_gradient(operands: Operands, *, has_noise: bool = False) -> Claim:
     """Scale bias -> gradient: shares of the local dW error, and the gain that compounds with depth."""
     split = _split(operands, _WGRAD)
     title, missing = (
         "Scale bias distorts the gradient",
-        "Errors that travel through dgrad, the gradient's sampling noise, and whether the backward is quantized at "
-        "all. A gradient probe or a replay with ideal scales decides.",
+        f"Errors that travel through dgrad{'' if has_noise else ', the sampling noise of the gradient'}, and whether "
+        "the backward is quantized at all. A gradient probe or a replay with ideal scales decides.",
     )
     if split is None:
         return Claim(title, "cannot be told from this trace", "measured", ["No wgrad operand was measured."], missing)

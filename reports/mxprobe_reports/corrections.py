@@ -7,7 +7,7 @@ from mxprobe.attribution import CorrectionScore, Recommendation
 from mxprobe.schema import Verdict
 from mxprobe_kernels.formats import Correction, CorrectionKind
 
-from .markup import Html, basis, card, join, percent, tag
+from .markup import Html, basis, card, join, link, percent, scope, tag
 from .verdict import gain_text, short
 
 _WORDS: dict[CorrectionKind, str] = {
@@ -16,6 +16,11 @@ _WORDS: dict[CorrectionKind, str] = {
     CorrectionKind.OUTLIER_FALLBACK: "outlier fallback, α = {}",
     CorrectionKind.HADAMARD: "Hadamard rotation of {}",
     CorrectionKind.NVFP4: "NVFP4 blocks of 16",
+    CorrectionKind.NVFP4_4OVER6: "NVFP4 with Four-over-Six",
+    CorrectionKind.MXFP4_4OVER6: "the better of two scales for each block",
+    CorrectionKind.HIF4: "HiF4 blocks of 64",
+    CorrectionKind.MXFP6_E2M3: "MXFP6 elements (E2M3)",
+    CorrectionKind.MXFP6_E3M2: "MXFP6 elements (E3M2)",
     CorrectionKind.MXFP8: "MXFP8 elements",
     CorrectionKind.KEEP_HIGH_PRECISION: "keep these operands in BF16",
 }
@@ -39,7 +44,14 @@ def describe(spelling: str) -> str:
 
 
 def section(recommendation: Recommendation) -> Html:
-    kind = basis("measured", "on the named operands; costs are estimates")
+    kind = tag(
+        "span",
+        scope("steps", "rank", "operands"),
+        basis("measured", "on the named operands"),
+        basis("predicted", "costs and cures"),
+        link("whatifs-title", "by operand"),
+        class_="bases",
+    )
     if not recommendation.corrections:
         why = _NONE_SCORED.get(recommendation.verdict, "No correction was scored: there are no what-ifs to score.")
         return card("What would help", tag("p", why, class_="note"), id="help")

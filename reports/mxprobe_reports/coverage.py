@@ -5,14 +5,15 @@ import pandas as pd
 
 from mxprobe.attribution import Recommendation
 
-from .markup import Html, basis, card, percent, table, tag
+from .markup import Html, basis, card, percent, scope, table, tag
 
 MAX_NOT_SEEN = 40
 
 
 def section(recommendation: Recommendation, modules: pd.DataFrame) -> Html:
     coverage = recommendation.coverage
-    title, kind = "Coverage", basis("measured", "forward FLOPs of weight GEMMs")
+    kind = tag("span", scope("steps", "rank", "operands"), basis("measured", "forward FLOPs of weight GEMMs"))
+    title = "Coverage"
     if coverage.flops_frac is None:
         why = "The trace lists no module with a weight GEMM, so the share of the work seen is not known."
         return card(title, tag("p", why, class_="empty"), kind=kind)

@@ -6,16 +6,19 @@ import pandas as pd
 from mxprobe.attribution import ratios
 from mxprobe.schema import Role
 
-from . import names
-from .markup import Html, basis, card, chart, percent, table, tag
+from . import gradients, names
+from .markup import Html, basis, card, chart, percent, scope, table, tag
 from .operands import Operands
 
 ROLES = (Role.G_WGRAD.value, Role.X_WGRAD.value)
 MAX_ROWS = 12
 
 
-def section(operands: Operands) -> Html:
-    """Chart and table by layer; the backward may not be quantized, so these are predictions."""
+def section(operands: Operands, measured: pd.DataFrame) -> Html:
+    """Chart and table by layer; the backward may not be quantized, so these are predictions.
+
+    `measured` is `gradients.collect`: the error with both operands rounded, and the sampling noise of the gradient.
+    """
     title, kind = "Gradient error by depth", basis("predicted", "what-if on the backward")
     by_layer = by_depth(operands)
     if by_layer.empty:
@@ -25,10 +28,12 @@ def section(operands: Operands) -> Html:
         "p",
         "‖error of dW‖² / ‖dW‖² with G, or X, rounded along tokens and the other left alone: exact and local to the "
         "layer. Errors that travel down through dgrad are not in it, and whether the run quantizes its backward is not "
-        "recorded. Beside it belongs the sampling noise of the gradient, which this trace does not hold.",
+        f"recorded. {gradients.sentence(measured)}",
         class_="note",
     )
-    figure = chart("depth", "Output error of the weight-gradient GEMM of every layer, by operand", size="wide")
+    label = "Output error of the weight-gradient GEMM of every layer, by operand"
+    figure = chart("depth", label, size="wide", picks="Left and right arrow keys select a layer")
+    kind = tag("span", *([] if measured.empty else [scope("steps", "rank")]), kind)
     return card(title, figure, _table(by_layer), note, id="depth", kind=kind)
 
 
@@ -54,4 +59,5 @@ def _table(by_layer: pd.DataFrame) -> Html:
     rows: list[list[object]] = [
         [names.ROLE_LABELS[str(role)], *[percent(float(v)) for v in shown[role]]] for role in shown.columns
     ]
-    return table(head, rows, numeric=range(1, len(head)), class_="compact")
+    title = tag("p", "By layer ", scope("steps", "rank", "operands"), class_="note")
+    return title + table(head, rows, numeric=range(1, len(head)), class_="compact")

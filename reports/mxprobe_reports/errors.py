@@ -1,5 +1,7 @@
 """Where it hurts and where the error is: layers by operands, the worst operands, the split by operand role."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 
@@ -7,75 +9,109 @@ from mxprobe.attribution import ratios
 from mxprobe.schema import Component, Verdict
 
 from . import names
-from .explorer import MEASURES, default_measure, measures
+from .explorer import default_measure, hurts, measures
 from .gaussian_bands import bands
-from .markup import Html, basis, card, chart, join, percent, table, tag
+from .markup import Html, basis, card, chart, join, number, percent, scope, tag
 from .operands import Operands
+from .sensitivities import Sensitivities
 
 N_WORST = 5
 _PARTS = (("scale", "scale", "out_scale"), ("deadzone", "deadzone", "out_deadzone"), ("grid", "grid", "out_grid"))
 
 
 def section(
-    operands: Operands, frame: pd.DataFrame, component: Component, verdict: Verdict, *, has_b: bool = False
+    operands: Operands,
+    frame: pd.DataFrame,
+    component: Component,
+    verdict: Verdict,
+    *,
+    sensitivities: Sensitivities | None = None,
+    has_b: bool = False,
 ) -> Html:
-    """Two cards side by side. `frame` is `explorer.columns(operands)`; with `has_b` another run lies over this one."""
+    """Two cards side by side. `frame` is `explorer.columns(operands, sensitivities)`; `has_b`: a run lies over this."""
     if frame.empty:
         why = "No operand was measured in this trace, so there is no error to show."
         return card("Where the error is", tag("p", why, class_="empty"), id="error")
-    cards = (_hurts(operands, frame, verdict), _where(operands, component, has_b=has_b))
+    cards = (
+        _hurts(operands, frame, verdict, sensitivities),
+        _where(operands, component, sensitivities, has_b=has_b),
+    )
     return tag("div", *cards, class_="row two", id="error")
 
 
-def _hurts(operands: Operands, frame: pd.DataFrame, verdict: Verdict) -> Html:
-    text = "By output error, each operand quantized alone; loss sensitivity is not in this trace."
-    kind = basis("measured", "output error")
-    if verdict is Verdict.NOTHING_QUANTIZED:
+_KEYS = "Arrow keys move the selection, Enter goes to the selected layer"
+
+
+def _hurts(operands: Operands, frame: pd.DataFrame, verdict: Verdict, sensitivities: Sensitivities | None) -> Html:
+    key = hurts(sensitivities)
+    follows = scope("steps", "rank") if key == "predicted_kl" else ""
+    if key == "predicted_kl":
+        kind = basis("predicted", "KL of each operand alone")
+        text = "" if sensitivities is None else sensitivities.sentence()
+    elif verdict is Verdict.NOTHING_QUANTIZED:
         quantizers = sorted(
             {f"{f} {r}" for f, r in zip(operands.totals["format"], operands.totals["rule"], strict=True)}
         )
         text = f"Nothing is quantized here: this is what {', '.join(quantizers)} would do to these tensors."
         kind = basis("predicted", "output error")
-    label = "Heatmap of GEMM output error, operands by layers"
+    else:
+        kind = basis("measured", "output error")
+        text = "By output error, each operand quantized alone. " + (
+            "How much the policy feels each was not measured (attach with --sensitivity-every)."
+            if sensitivities is None
+            else sensitivities.sentence()
+        )
+    measure = next(m for m in measures(sensitivities, has_b=False) if m["key"] == key)
     return card(
         "Where it hurts",
-        chart("hurts", label, size="heat"),
-        tag("h3", "Worst operands"),
-        _worst(operands, frame),
+        chart("hurts", f"Heatmap of {measure['label']}, operands by layers", size="heat", picks=_KEYS),
+        tag("h3", "Worst operands", id="worst-title"),
+        _worst(operands, frame, key),
         tag("p", text, class_="note"),
-        kind=kind,
+        kind=follows + kind if follows else kind,
     )
 
 
-def _worst(operands: Operands, frame: pd.DataFrame) -> Html:
-    order = np.argsort(-np.nan_to_num(np.asarray(frame["out_error"], dtype=float), nan=-1.0))[:N_WORST]
-    rows: list[list[object]] = []
+def _worst(operands: Operands, frame: pd.DataFrame, key: str) -> Html:
+    """As page.js fills it again for the steps, rank and operands chosen."""
+    order = np.argsort(-np.nan_to_num(np.asarray(frame[key], dtype=float), nan=-1.0))[:N_WORST]
+    shown = (*(("predicted_kl",) if key == "predicted_kl" else ()), "out_error", "out_zeroed", "zero_frac")
+    rows: list[Html] = []
     for i in order:
         m, r = int(operands.totals["module"].iloc[i]), int(operands.totals["role"].iloc[i])
         pick = tag("button", operands.modules[m], type="button", class_="pick", data_pick=f"{m},{r}")
-        shares = [percent(float(frame[name].iloc[i])) for name in ("out_error", "out_zeroed", "zero_frac")]
-        rows.append([pick, names.ROLE_LABELS[operands.roles[r]], *shares])
-    return table(
-        ["module", "operand", "output error", "on zeroed", "zeroed values"], rows, numeric=(2, 3, 4), class_="compact"
-    )
+        values = [_WORST[name][1](float(frame[name].iloc[i])) for name in shown]
+        cells = [tag("td", pick), tag("td", names.ROLE_LABELS[operands.roles[r]])]
+        rows.append(tag("tr", *cells, *[tag("td", value, class_="num") for value in values]))
+    head = [tag("th", text, scope="col") for text in ("module", "operand")]
+    head += [tag("th", _WORST[name][0], scope="col", class_="num") for name in shown]
+    body = tag("tbody", *rows, id="worst", data_columns=" ".join(shown))
+    return tag("div", tag("table", tag("thead", tag("tr", *head)), body, class_="compact"), class_="scroll")
 
 
-def _where(operands: Operands, component: Component, *, has_b: bool) -> Html:
+_WORST: dict[str, tuple[str, Callable[[float], str]]] = {
+    "predicted_kl": ("predicted KL", number),
+    "out_error": ("output error", percent),
+    "out_zeroed": ("on zeroed", percent),
+    "zero_frac": ("zeroed values", percent),
+}
+
+
+def _where(operands: Operands, component: Component, sensitivities: Sensitivities | None, *, has_b: bool) -> Html:
     chosen = default_measure(component)
+    offered = [m for m in measures(sensitivities, has_b=has_b) if m["key"] != hurts(sensitivities)]
     options = [
-        tag("option", m["label"], value=m["key"], selected="selected" if m["key"] == chosen else None)
-        for m in measures(has_b=has_b)
-        if m["key"] != "out_error"
+        tag("option", m["label"], value=m["key"], selected="selected" if m["key"] == chosen else None) for m in offered
     ]
     select = tag("select", *options, id="measure", aria_label="Measure shown in the heatmap")
-    text = next(m["help"] for m in MEASURES if m["key"] == chosen)
+    text = next(m["help"] for m in offered if m["key"] == chosen)
     return card(
         "Where the error is",
-        chart("where", "Heatmap of the chosen measure, operands by layers", size="heat"),
+        chart("where", "Heatmap of the chosen measure, operands by layers", size="heat", picks=_KEYS),
         tag("p", text, id="measure-help", class_="note", aria_live="polite"),
         _split(operands),
         controls=select,
-        kind=basis("measured"),
+        kind=tag("span", basis("measured"), id="measure-basis"),
     )
 
 
@@ -95,10 +131,12 @@ def _split(operands: Operands) -> Html:
         lines.append(tag("span", names.ROLE_LABELS[operands.roles[int(role)]]))
         lines.append(_bar(shares))
         lines.append(tag("span", percent(float(row["out_error"])), class_="total"))
-    for rule in sorted(set(operands.totals["rule"])):
-        lines += _gaussian_line(rule)
-    heading = tag("h3", "Split of the output error by operand ", legend, style="margin-top: 8px")
-    return heading + tag("div", join(lines), class_="split")
+    gaussian = [part for rule in sorted(set(operands.totals["rule"])) for part in _gaussian_line(rule)]
+    heading = tag("h3", "Split of the output error by operand, all layers ", legend, style="margin-top: 8px")
+    return heading + tag(
+        "div", tag("div", join(lines), id="split", class_="parts"), tag("div", join(gaussian), class_="parts"),
+        class_="split",
+    )  # fmt: skip
 
 
 def _gaussian_line(rule: str) -> list[Html]:

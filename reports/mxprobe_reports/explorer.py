@@ -15,12 +15,14 @@ from . import names, packing, whatifs
 from .gaussian_bands import bands
 from .operands import Binned, Operands, Scan, dense
 from .rows import Rows
+from .sensitivities import Sensitivities
 
 OPERAND_COLUMNS: tuple[str, ...] = (
     *("out_error", "out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated"),
     *("nmse", "sqnr_db", "scale", "deadzone", "grid", "zero_frac", "saturated_frac"),
     *("nmse_reference", "zeroed_reference", "nmse_ratio"),
     *("sampled", "clusters"),
+    *("predicted_kl", "rank_low", "rank_high"),
 )
 
 LINES: tuple[str, ...] = (
@@ -32,6 +34,16 @@ LINES: tuple[str, ...] = (
 
 ERROR_TICKS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
 SHARE_TICKS = [0.0, 0.25, 0.5, 0.75, 1.0]
+
+PREDICTED_KL: dict[str, Any] = {
+    "key": "predicted_kl",
+    "label": "predicted KL, nats per token",
+    "basis": "predicted",
+    "log": True,
+    "format": "number",
+    "ticks": [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1],
+    "help": "What this operand's error alone does to the policy, to first order: Delta2 / 2, from replays.",
+}
 
 MEASURES: list[dict[str, Any]] = [
     {
@@ -109,9 +121,14 @@ _B_OVER_A: dict[str, Any] = {
 }
 
 
-def measures(*, has_b: bool) -> list[dict[str, Any]]:
+def measures(sensitivities: Sensitivities | None = None, *, has_b: bool) -> list[dict[str, Any]]:
     """What the heatmaps can show."""
-    return [*MEASURES, _B_OVER_A] if has_b else MEASURES
+    return [*([PREDICTED_KL] if sensitivities else []), *MEASURES, *([_B_OVER_A] if has_b else [])]
+
+
+def hurts(sensitivities: Sensitivities | None) -> str:
+    """What the first heatmap shows: predicted KL, unless replays say that its first order does not hold."""
+    return "predicted_kl" if sensitivities is not None and sensitivities.holds is not False else "out_error"
 
 
 def default_measure(component: Component) -> str:
@@ -119,7 +136,7 @@ def default_measure(component: Component) -> str:
     return _BY_COMPONENT.get(component, "out_zeroed")
 
 
-def columns(operands: Operands) -> pd.DataFrame:
+def columns(operands: Operands, sensitivities: Sensitivities | None = None) -> pd.DataFrame:
     """One row per operand, columns `OPERAND_COLUMNS`; errors are relative energies, shares fractions."""
     totals = operands.totals
     frame = pd.concat([ratios.tensor_ratios(totals), ratios.output_ratios(totals)], axis=1)
@@ -129,6 +146,8 @@ def columns(operands: Operands) -> pd.DataFrame:
     frame["nmse_ratio"] = frame["nmse"] / frame["nmse_reference"]
     frame["sampled"] = totals["sampled_frac"]
     frame["clusters"] = totals["n_clusters"]
+    for name in ("predicted_kl", "rank_low", "rank_high"):
+        frame[name] = np.nan if sensitivities is None else getattr(sensitivities, name)
     return frame[list(OPERAND_COLUMNS)].astype(float)
 
 
@@ -150,12 +169,20 @@ def view(n_operands: int, binned: Binned) -> dict[str, Any]:
     return {"label": binned.label, "steps": packing.pack(binned.steps), "columns": columns}
 
 
-def page_data(operands: Operands, seen: Scan, whatif: Rows, tensors: Rows, *, has_b: bool = False) -> dict[str, Any]:
+def page_data(
+    operands: Operands,
+    seen: Scan,
+    whatif: Rows,
+    tensors: Rows,
+    *,
+    sensitivities: Sensitivities | None = None,
+    has_b: bool = False,
+) -> dict[str, Any]:
     """Everything page.js needs to explore operands. The operand selected first is the worst of the forward.
 
     With `has_b`, another run lies over this one, and its error relative to this one's is a measure too.
     """
-    frame = columns(operands)
+    frame = columns(operands, sensitivities)
     corrections, left = whatifs.collect(whatif, tensors, seen, operands)
     rules = sorted(set(operands.totals["rule"]))
     blocks = operands.delta.sum(axis=1, keepdims=True)
@@ -181,18 +208,19 @@ def page_data(operands: Operands, seen: Scan, whatif: Rows, tensors: Rows, *, ha
             "corrections": corrections,
             "columns": {name: packing.pack(values) for name, values in left.items()},
         },
-        "measures": measures(has_b=has_b),
-        "selected": _first_selected(operands, frame),
+        "measures": measures(sensitivities, has_b=has_b),
+        "hurts": hurts(sensitivities),
+        "selected": _first_selected(operands, frame, hurts(sensitivities)),
     }
 
 
-def _first_selected(operands: Operands, frame: pd.DataFrame) -> dict[str, int]:
+def _first_selected(operands: Operands, frame: pd.DataFrame, key: str) -> dict[str, int]:
     if frame.empty:
         return {"module": -1, "role": -1}
     forward = np.isin(
         np.asarray(operands.totals["role"]), [i for i, r in enumerate(operands.roles) if r.endswith("_fwd")]
     )
-    error = np.nan_to_num(np.asarray(frame["out_error"], dtype=float), nan=-1.0)
+    error = np.nan_to_num(np.asarray(frame[key], dtype=float), nan=-1.0)
     worst = int(np.argmax(np.where(forward, error, error - 1e9)))
     return {"module": int(operands.totals["module"].iloc[worst]), "role": int(operands.totals["role"].iloc[worst])}
 

@@ -14,7 +14,7 @@ from mxprobe.trace.chunks import count_rows, step_ranges
 
 from .rows import Rows
 
-MAX_ROWS = {"tensors": 5_000_000, "whatif": 50_000_000, "outputs": 5_000_000}
+MAX_ROWS = {"tensors": 5_000_000, "whatif": 50_000_000, "outputs": 5_000_000, "gradients": 10_000_000}
 """Rows read of a table for one page; of longer tables, evenly spaced windows of steps."""
 
 
@@ -37,6 +37,10 @@ class Inputs:
     tensors: Rows = field(default_factory=lambda: _no_rows("tensors"))
     outputs: Rows = field(default_factory=lambda: _no_rows("outputs"))
     whatif: Rows = field(default_factory=lambda: _no_rows("whatif"))
+    gradients: Rows = field(default_factory=lambda: _no_rows("gradients"))
+    sensitivity: pd.DataFrame = field(default_factory=lambda: _no_frame("sensitivity"))
+    replays: pd.DataFrame = field(default_factory=lambda: _no_frame("replays"))
+    rollouts: pd.DataFrame = field(default_factory=lambda: _no_frame("rollouts"))
     signals: pd.DataFrame = field(default_factory=lambda: _no_frame("signals"))
     events: pd.DataFrame = field(default_factory=lambda: _no_frame("events"))
     modules: pd.DataFrame = field(default_factory=lambda: _no_frame("modules"))
@@ -53,6 +57,10 @@ class Inputs:
             tensors=Rows.of_trace(trace, "tensors", steps),
             outputs=Rows.of_trace(trace, "outputs", steps),
             whatif=Rows.of_trace(trace, "whatif", steps),
+            gradients=Rows.of_trace(trace, "gradients", steps),
+            sensitivity=trace.sensitivity(),
+            replays=trace.replays(),
+            rollouts=trace.rollouts(),
             signals=trace.signals(),
             events=trace.events(),
             modules=trace.modules(),

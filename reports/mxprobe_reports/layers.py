@@ -1,6 +1,6 @@
 """The selected layer and the table of all layers; page.js fills both."""
 
-from .markup import Html, basis, card, chart, tag
+from .markup import Html, basis, card, chart, scope, tag
 from .names import ROLE_LABELS
 from .operands import Operands
 
@@ -37,15 +37,8 @@ def selected(operands: Operands) -> Html:
     controls = tag("div", choose, *steps, operand, class_="controls", style="margin-top: 8px")
     charts = tag("div", *[_figure(*figure) for figure in _FIGURES], class_="charts")
     keys = tag("dl", id="keys", class_="keys", aria_live="polite")
-    body = [controls, keys, charts, _whatifs(), _resampled(operands), tag("p", _RANGE_NOTE, class_="note")]
+    body = [controls, keys, charts, _whatifs(), _resampled(operands)]
     return card("Selected layer", *body, id="layer", kind=basis("measured"), class_="long")
-
-
-_RANGE_NOTE = (
-    "A range of steps and a rank, chosen in the bar at the top, hold for heatmaps, tables of operands, lines over "
-    "steps and the numbers of the selected layer. What-ifs, scale distances, sampling, realised errors, worst "
-    "operands, the split by operand and the verdict are of all steps and ranks."
-)
 
 
 _FIGURES: tuple[tuple[str, str, str], ...] = (
@@ -57,7 +50,8 @@ _FIGURES: tuple[tuple[str, str, str], ...] = (
 
 
 def _figure(name: str, title: str, detail: str) -> Html:
-    caption = tag("figcaption", title, tag("div", detail, class_="note"))
+    follows = [] if name != "delta" else [" ", scope("steps", "rank")]
+    caption = tag("figcaption", title, *follows, tag("div", detail, class_="note"))
     return tag("figure", caption, chart(name, f"{title}, {detail}"))
 
 
@@ -69,7 +63,9 @@ def _whatifs() -> Html:
         "h3",
         "What-ifs on this operand, relative to the uncorrected quantizer ",
         basis("measured"),
+        scope("steps", "rank"),
         style="margin-top: 10px",
+        id="whatifs-title",
     )
     return title + tag("div", content, class_="scroll")
 
@@ -84,36 +80,44 @@ def _resampled(operands: Operands) -> Html:
     return tag("p", text, class_="note", style="margin-top: 8px")
 
 
+_GROUPS = (("fwd", "forward"), ("dgrad", "dgrad"), ("wgrad", "wgrad"))
+
+
 def range_controls(operands: Operands) -> Html:
-    """For the bar at the top: which steps and which rank the charts, heatmaps and tables of operands show."""
+    """For the bar at the top: which steps, rank and operands the page shows."""
     steps = operands.binned.steps
-    if len(steps) < 2:
-        return Html("")
-    first, last = int(steps[0]), int(steps[-1])
-    bounds = f'min="{first}" max="{last}" step="1" inputmode="numeric"'
-    parts: list[object] = [
-        "steps ",
-        Html(f'<input type="number" id="step-from" value="{first}" {bounds} aria-label="First step shown">'),
-        " to ",
-        Html(f'<input type="number" id="step-to" value="{last}" {bounds} aria-label="Last step shown">'),
-        tag("button", "all", type="button", class_="plain", id="steps-all", hidden="hidden"),
-    ]
+    parts: list[object] = []
+    if len(steps) > 1:
+        first, last = int(steps[0]), int(steps[-1])
+        bounds = f'min="{first}" max="{last}" step="1" inputmode="numeric"'
+        parts += [
+            "steps ",
+            Html(f'<input type="number" id="step-from" value="{first}" {bounds} aria-label="First step shown">'),
+            " to ",
+            Html(f'<input type="number" id="step-to" value="{last}" {bounds} aria-label="Last step shown">'),
+            tag("button", "all", type="button", class_="plain", id="steps-all", hidden="hidden"),
+        ]
+    if len(operands.roles) > 1:
+        groups = [g for g in _GROUPS if 1 < sum(r.endswith(g[0]) for r in operands.roles) < len(operands.roles)]
+        options = [tag("option", "all operands", value="")]
+        options += [tag("option", text, value=end) for end, text in groups]
+        options += [tag("option", ROLE_LABELS[role], value=role) for role in operands.roles]
+        parts.append(tag("select", *options, id="operand-filter", aria_label="Operands shown"))
     if operands.ranks:
         options = [tag("option", each.label, value=i) for i, each in enumerate((operands.binned, *operands.ranks))]
         parts.append(tag("select", *options, id="rank-select", aria_label="Rank shown"))
-    return tag("div", *parts, class_="range", role="group", aria_label="Steps and rank shown")
+    if not parts:
+        return Html("")
+    return tag("div", *parts, class_="range", role="group", aria_label="Steps, rank and operands shown")
 
 
 def all_layers(operands: Operands) -> Html:
     if not len(operands.totals):
         return Html("")
     search = '<input type="search" id="layer-filter" placeholder="Filter by name" aria-label="Filter layers by name">'
-    options = [tag("option", "all operands", value="")]
-    options += [tag("option", ROLE_LABELS[role], value=role) for role in operands.roles]
     controls = tag(
         "div",
         Html(search),
-        tag("select", *options, id="operand-filter", aria_label="Show only this operand"),
         tag("span", id="layers-count", class_="note", aria_live="polite"),
         class_="controls",
     )

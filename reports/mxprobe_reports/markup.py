@@ -53,6 +53,16 @@ def basis(kind: str, detail: str = "") -> Html:
     return tag("span", f"{kind}{', ' if detail else ''}{detail}", class_=f"basis {kind}")
 
 
+def link(id: str, text: object) -> Html:
+    """To a section of the page."""
+    return tag("a", text, href=f"#{id}")
+
+
+def scope(*filters: str) -> Html:
+    """Where page.js says which of the reader's filters (`steps`, `rank`, `operands`) a panel does not follow."""
+    return tag("span", class_="scope", data_scope=" ".join(filters), hidden="hidden")
+
+
 def card(
     title: object, *body: object, id: str | None = None, kind: object = "", controls: object = "", class_: str = ""
 ) -> Html:
@@ -61,9 +71,15 @@ def card(
     return tag("section", header, *body, class_=f"card {class_}".strip(), id=id)
 
 
-def chart(name: str, label: str, *, size: str = "tall") -> Html:
-    """A chart drawn when scrolled to, and its table, filled when opened. `name` is a key of CHARTS in page.js."""
-    figure = tag("div", id=f"chart-{name}", class_=f"chart {size}", data_chart=name, role="img", aria_label=label)
+def chart(name: str, label: str, *, size: str = "tall", picks: str = "") -> Html:
+    """A chart drawn when scrolled to, and its table, filled when opened. `name` is a key of CHARTS in page.js.
+
+    `picks` says in words what the arrow keys select in it; such a chart is a stop of the Tab key.
+    """
+    keys = {"role": "img", "aria_label": label}
+    if picks:
+        keys = {"role": "application", "aria_label": f"{label}. {picks}.", "tabindex": "0", "aria_describedby": "keys"}
+    figure = tag("div", id=f"chart-{name}", class_=f"chart {size}", data_chart=name, **keys)
     save = tag("button", "Save CSV", type="button", class_="plain")
     data = tag(
         "details",

@@ -9,7 +9,7 @@ from mxprobe.attribution import Thresholds, ratios
 from mxprobe.schema import Rule
 
 from . import names
-from .markup import Html, basis, card, number, table, tag
+from .markup import Html, basis, card, number, scope, table, tag
 from .operands import Operands
 
 LEMMA_NOTE = (
@@ -119,7 +119,8 @@ def _raw(operands: Operands) -> Html:
         "almost any tensor. Gain is <Q(x), x> / ‖x‖²."
     )
     summary = tag("summary", "Raw ratios, for comparison with the paper")
-    return tag("details", summary, table(head, rows, numeric=range(1, 8)), tag("p", warning, class_="note"))
+    note = tag("p", warning, " ", scope("steps", "rank", "operands"), class_="note")
+    return tag("details", summary, table(head, rows, numeric=range(1, 8)), note)
 
 
 def _thresholds(thresholds: Thresholds) -> Html:

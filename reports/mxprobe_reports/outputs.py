@@ -9,11 +9,14 @@ import pandas as pd
 
 from mxprobe.schema import Phase
 
+from . import packing
 from .rows import Array, Indices, Rows, add_by, codes, names_of, numbers
 
 LABELS = {Phase.TRAIN.value: "training", Phase.ROLLOUT.value: "rollout", Phase.EVAL.value: "evaluation"}
 _PHASES = tuple(LABELS)
 _SUMS = ("ref2", "realised2", "predicted2")
+MAX_FLOATS = 60_000
+"""Numbers of all bins together that the page gets."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class PhaseOutputs:
     recipe_w: list[str]
     exact: list[bool]
     """Whether the inferred recipe reproduced every row."""
+    steps: Indices
+    """First step of each bin."""
+    binned: Array
+    """(ref2, realised2, predicted2; modules; bins)"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class _Sums:
 
     def __post_init__(self) -> None:
         size = len(_PHASES) * len(self.modules) * len(self.steps)
-        self.sums = np.zeros((2, size))
+        self.sums = np.zeros((len(_SUMS), size))
         self.totals = np.zeros((len(_SUMS), len(_PHASES) * len(self.modules)))
         self.seen = np.zeros((1, len(_PHASES) * len(self.modules)))
         self.inexact = np.zeros((1, len(_PHASES) * len(self.modules)))
@@ -83,7 +90,7 @@ class _Sums:
         finite = np.isfinite(values).all(axis=0)
         add_by(self.totals, key[finite], values[:, finite])
         position = np.searchsorted(self.steps, step[known][finite].astype(np.int64))
-        add_by(self.sums, key[finite] * len(self.steps) + position, values[:2, finite])
+        add_by(self.sums, key[finite] * len(self.steps) + position, values[:, finite])
 
     def phase(self, name: str) -> PhaseOutputs | None:
         start = _PHASES.index(name) * len(self.modules)
@@ -91,6 +98,11 @@ class _Sums:
         if not module.size:
             return None
         ref2, realised2, predicted2 = self.totals[:, start + module]
+        n_steps = len(self.steps)
+        n_bins = packing.display_bins(n_steps, len(_PHASES) * len(self.modules) * len(_SUMS), MAX_FLOATS)
+        bins = packing.bin_of(n_steps, n_bins)
+        starts = np.searchsorted(bins, np.arange(n_bins))
+        own = self.sums.reshape(len(_SUMS), -1, max(n_steps, 1))[:, start + module]
         texts = [[str(text) for text in row[start + module]] for row in self.recipes]
         return PhaseOutputs(
             phase=name,
@@ -99,12 +111,14 @@ class _Sums:
             predicted=_over(predicted2, ref2),
             recipe_x=texts[0],
             recipe_w=texts[1],
+            steps=self.steps[starts],
+            binned=np.add.reduceat(own, starts, axis=2) if n_steps else own,
             exact=[not count for count in self.inexact[0, start + module]],
         )
 
     def mismatch(self) -> pd.Series:
         shape = (len(_PHASES), len(self.modules), len(self.steps))
-        ref2, realised2 = (sums.reshape(shape) for sums in self.sums)
+        ref2, realised2, _ = (sums.reshape(shape) for sums in self.sums)
         realised = _over(realised2, ref2)
         gap = np.abs(realised[_PHASES.index(Phase.ROLLOUT)] - realised[_PHASES.index(Phase.TRAIN)])
         measured = np.isfinite(gap).any(axis=0)

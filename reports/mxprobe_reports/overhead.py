@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .markup import Html, basis, bytes_text, card, duration_text, pairs, percent, tag
+from .markup import Html, basis, bytes_text, card, duration_text, pairs, percent, scope, tag
 
 Array = npt.NDArray[np.float64]
 
@@ -58,7 +58,7 @@ def of(frame: pd.DataFrame, run: Mapping[str, Any]) -> Overhead:
 
 
 def section(overhead: Overhead) -> Html:
-    title, kind = "Overhead", basis("measured")
+    title, kind = "Overhead", tag("span", scope("steps", "rank"), basis("measured"))
     if not overhead.step_s.size:
         return card(title, tag("p", "No step was timed in this trace.", class_="empty"), kind=kind)
     facts = [(percent(overhead.hooks_frac), "in the training thread: time in our hooks over the rest of the steps")]

@@ -19,9 +19,9 @@ def pack(values: npt.ArrayLike) -> dict[str, Any]:
     return {"f32": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(), "shape": list(array.shape)}
 
 
-def display_bins(n_steps: int, n_series: int) -> int:
+def display_bins(n_steps: int, n_series: int, max_floats: int | None = None) -> int:
     """Into how many bins the steps go so that `n_series` lines fit the page; at least 8, or all steps."""
-    affordable = MAX_SERIES_FLOATS // max(n_series, 1)
+    affordable = (max_floats or MAX_SERIES_FLOATS) // max(n_series, 1)
     return min(n_steps, max(8, min(affordable, MAX_POINTS)))
 
 

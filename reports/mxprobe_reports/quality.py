@@ -3,7 +3,7 @@
 import pandas as pd
 
 from .inputs import Inputs
-from .markup import Html, card, join, pairs, percent, table, tag
+from .markup import Html, card, join, pairs, percent, scope, table, tag
 from .operands import Operands
 
 FEW_CLUSTERS = 64
@@ -62,8 +62,8 @@ def section(inputs: Inputs, operands: Operands) -> Html:
     )
     return tag(
         "div",
-        card("Data quality", listed, _sampling(operands)),
-        card("Events", _events(inputs.events)),
+        card("Data quality", listed, _sampling(operands), kind=scope("steps", "rank", "operands")),
+        card("Events", _events(inputs.events), kind=scope("steps")),
         class_="row two",
         id="quality",
     )

@@ -8,7 +8,8 @@ import pandas as pd
 
 from mxprobe.attribution import Thresholds
 
-from .markup import Html, basis, card, chart, percent, tag
+from . import packing
+from .markup import Html, basis, card, chart, percent, scope, tag
 from .outputs import LABELS, Outputs
 
 
@@ -24,6 +25,8 @@ def page_data(outputs: Outputs) -> list[dict[str, Any]]:
             "recipe_x": each.recipe_x,
             "recipe_w": each.recipe_w,
             "exact": each.exact,
+            "steps": packing.pack(each.steps),
+            "binned": packing.pack(each.binned),
         }
         for each in outputs.phases
     ]
@@ -33,7 +36,8 @@ def section(data: list[dict[str, Any]], thresholds: Thresholds) -> Html:
     if not data:
         why = "No layer output was compared with its inputs in this trace."
         return card("Realised against predicted", tag("p", why, class_="empty"), id="realised")
-    summary = tag("ul", *[tag("li", _sentence(phase, thresholds)) for phase in data], class_="prose")
+    said = [tag("li", _sentence(phase, thresholds)) for phase in data]
+    summary = tag("div", tag("ul", *said), scope("steps"), class_="prose")
     note = tag(
         "p",
         "Filled: the error the layer made, ‖y − xWᵀ‖² / ‖xWᵀ‖², with the trainer's current W. Open: the same with the "
@@ -41,8 +45,9 @@ def section(data: list[dict[str, Any]], thresholds: Thresholds) -> Html:
         "another rule or format, a kernel fault; at the bottom: not quantized.",
         class_="note",
     )
-    figure = chart("realised", "Realised and predicted output error of every layer, by phase", size="wide")
-    kind = tag("span", basis("measured", "filled"), basis("predicted", "open"), class_="bases")
+    label = "Realised and predicted output error of every layer, by phase"
+    figure = chart("realised", label, size="wide", picks="Left and right arrow keys select a layer")
+    kind = tag("span", scope("rank"), basis("measured", "filled"), basis("predicted", "open"), class_="bases")
     return card("Realised against predicted", summary, figure, note, id="realised", kind=kind)
 
 

@@ -19,7 +19,9 @@ from . import (
     depth,
     errors,
     explorer,
+    gradients,
     layers,
+    logprobs,
     methods,
     operands,
     outputs,
@@ -33,8 +35,9 @@ from . import (
 )
 from .against import Against
 from .inputs import Inputs
-from .markup import Html, card, join, tag
+from .markup import Html, card, join, scope, tag
 from .operands import Operands, Scan
+from .sensitivities import Sensitivities
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Report:
     columns: pd.DataFrame
     signals: list[symptoms.Signal]
     outputs: list[dict[str, Any]]
+    gradients: pd.DataFrame
+    sensitivities: Sensitivities | None
     against: Against | None = None
 
     @classmethod
@@ -57,13 +62,16 @@ class Report:
         modules = operands.page_names(named, inputs.modules)
         collected = operands.collect(inputs.tensors, seen, modules, n_pages=1 if b is None else 2)
         layer_outputs = outputs.collect(inputs.outputs, modules)
+        sensitivities = Sensitivities.of(inputs.sensitivity, inputs.replays, collected)
         return cls(
             inputs=inputs,
             seen=seen,
             operands=collected,
-            columns=explorer.columns(collected),
+            columns=explorer.columns(collected, sensitivities),
             signals=symptoms.headline_signals(inputs, layer_outputs.mismatch),
             outputs=realised.page_data(layer_outputs),
+            gradients=gradients.collect(inputs.gradients, modules),
+            sensitivities=sensitivities,
             against=None if b is None else Against.of(*b, collected),
         )
 
@@ -75,9 +83,10 @@ class Report:
     def render(self, *, command_line: str = "") -> str:
         """The HTML document, self-contained."""
         inputs, recommendation = self.inputs, self.inputs.recommendation
+        log_probabilities = logprobs.section(inputs.rollouts)
         body = join(
             [
-                verdict.section(recommendation),
+                verdict.section(recommendation, has_log_probs=bool(log_probabilities)),
                 Html("") if self.against is None else against.section(self.against, inputs.name),
                 symptoms.section(self.signals),
                 errors.section(
@@ -85,14 +94,16 @@ class Report:
                     self.columns,
                     recommendation.component,
                     recommendation.verdict,
+                    sensitivities=self.sensitivities,
                     has_b=self.against is not None,
                 ),
                 corrections.section(recommendation),
                 layers.selected(self.operands),
                 layers.all_layers(self.operands),
                 realised.section(self.outputs, recommendation.thresholds),
-                depth.section(self.operands),
-                claims.section(self.operands, recommendation, self.signals),
+                log_probabilities,
+                depth.section(self.operands, self.gradients),
+                claims.section(self.operands, recommendation, self.signals, has_noise=not self.gradients.empty),
                 tag(
                     "div",
                     coverage.section(recommendation, inputs.modules),
@@ -101,7 +112,7 @@ class Report:
                     id="coverage",
                 ),
                 quality.section(inputs, self.operands),
-                card("All signals", symptoms.all_signals(inputs), id="all-signals", class_="long"),
+                _all_signals(inputs),
                 methods.section(self.operands, recommendation.thresholds),
                 provenance.section(inputs, command_line),
             ],
@@ -116,8 +127,14 @@ class Report:
         marks = events[events["kind"].astype(str).isin(MARKED_EVENTS).to_numpy()]
         return {
             **explorer.page_data(
-                self.operands, self.seen, self.inputs.whatif, self.inputs.tensors, has_b=self.against is not None
+                self.operands,
+                self.seen,
+                self.inputs.whatif,
+                self.inputs.tensors,
+                sensitivities=self.sensitivities,
+                has_b=self.against is not None,
             ),
+            "gradients": gradients.page_data(self.gradients),
             "signals": symptoms.page_data(self.signals, () if self.against is None else self.against.signals),
             "outputs": self.outputs,
             "against": None if self.against is None else self.against.page_data(self.operands),
@@ -144,6 +161,11 @@ class Report:
             "coverage_flops_frac": coverage_frac,
             "problems": self.problems,
         }
+
+
+def _all_signals(inputs: Inputs) -> Html:
+    table = symptoms.all_signals(inputs)
+    return card("All signals", table, id="all-signals", kind=scope("steps", "rank"), class_="long")
 
 
 MARKED_EVENTS = ("attached", "detached", "nonfinite", "flight", "error")

@@ -43,7 +43,7 @@ def render(title: str, facts: Sequence[str], body: Html, data: dict[str, Any], *
     )
     present = join([tag("a", text, href=f"#{id}") for id, text in NAVIGATION if f'id="{id}"' in body])
     said = [tag("span", fact, title=fact) for fact in facts]
-    if controls:
+    if "step-from" in controls:
         said[0] = tag("span", facts[0], class_="print-only")
     run = tag("div", tag("b", title, title=title), controls, *said, class_="run")
     top = tag(

@@ -10,10 +10,10 @@ import pandas as pd
 
 from mxprobe.metrics import Series, preferred
 
-from . import changes, packing
+from . import changes, logprobs, packing
 from .changes import Change
 from .inputs import Inputs
-from .markup import Html, basis, chart, join, number, percent, table, tag
+from .markup import Html, basis, chart, join, number, percent, scope, table, tag
 
 RECENT = 0.1
 """The value shown is the mean of this last part of the run."""
@@ -58,7 +58,13 @@ HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
 def headline_signals(inputs: Inputs, by_step: pd.Series) -> list[Signal]:
     """Reward, entropy, mismatch (given by step) and gradient norm, in this order, empty where there is none."""
     found = [_metric(inputs.signals, *spec) for spec in HEADLINE]
-    return [*found[:2], mismatch(by_step), found[2]]
+    by_token = logprobs.mismatch_by_step(inputs.rollouts)
+    return [*found[:2], mismatch(by_step) if by_token.empty else _token_mismatch(by_token), found[2]]
+
+
+def _token_mismatch(by_step: pd.Series) -> Signal:
+    """Mean |log p rollout - log p trainer| of the sampled tokens per step, nats."""
+    return _signal("mismatch", "Mismatch of log p", "nats a token", by_step, True, "")
 
 
 def _metric(signals: pd.DataFrame, id: str, metrics: Sequence[str], title: str, from_zero: bool) -> Signal:
@@ -148,14 +154,17 @@ def section(signals: Sequence[Signal]) -> Html:
 
 def _card(signal: Signal) -> Html:
     show = percent if signal.is_share else number
-    header = tag("header", tag("h2", signal.title), basis("measured"))
+    header = tag("header", tag("h2", signal.title), tag("span", scope("rank"), basis("measured"), class_="bases"))
     if not len(signal.steps):
         body = tag("p", signal.missing, class_="empty")
     else:
         moved = f"from {show(signal.first)}" if len(signal.values) > 1 else "one step only"
-        moved = f"{moved}; {signal.detail}" if signal.detail else moved
-        label = f"{signal.title} over {len(signal.values)} steps, lately {show(signal.recent)}, {moved}"
-        value = tag("p", show(signal.recent), tag("small", moved), class_="value")
+        detail = f"; {signal.detail}" if signal.detail else ""
+        label = f"{signal.title} over {len(signal.values)} steps, lately {show(signal.recent)}, {moved}{detail}"
+        # page.js writes both anew for a range of steps.
+        lately = [tag("span", show(signal.recent), data_recent=signal.id)]
+        lately.append(tag("small", tag("span", moved, data_first=signal.id), detail))
+        value = tag("p", *lately, class_="value")
         said = [] if signal.change is None else [changes.line(signal.change, show)]
         body = join([value, chart(f"signal-{signal.id}", label, size="short"), *said])
     return tag("section", header, body, class_="card signal")

@@ -5,7 +5,7 @@ import math
 from mxprobe.attribution import CorrectionScore, Evidence, Recommendation
 from mxprobe.schema import Component, Verdict
 
-from .markup import Html, basis, join, number, percent, table, tag
+from .markup import Html, basis, join, link, number, percent, scope, table, tag
 
 _ACCENT = {
     Component.SCALE: "var(--scale)",
@@ -19,10 +19,10 @@ _COLOURED = (Verdict.ENABLE, Verdict.UNDECIDED, Verdict.KEEP_HIGH_PRECISION)
 _FRAMEWORKS = {"trl": "TRL", "transformers": "Transformers", "torch": "PyTorch"}
 
 
-def section(recommendation: Recommendation) -> Html:
+def section(recommendation: Recommendation, *, has_log_probs: bool = False) -> Html:
     names_component = recommendation.verdict in _COLOURED
     accent = _ACCENT.get(recommendation.component) if names_component else None
-    words = tag("p", "Verdict: ", tag("b", recommendation.plain_words), class_="plain")
+    words = tag("p", "Verdict: ", tag("b", recommendation.plain_words), *_basis(recommendation), class_="plain")
     sentence = tag("h1", recommendation.headline)
     change = (
         tag("p", tag("b", "What would change this. "), recommendation.what_would_change, class_="change")
@@ -32,10 +32,27 @@ def section(recommendation: Recommendation) -> Html:
     left = tag("div", words, sentence, change)
     body = tag("div", left, _facts(recommendation), class_="body")
     drawers = tag(
-        "div", _snippet(recommendation), _evidence(recommendation), _caveats(recommendation), class_="drawers"
+        "div",
+        _snippet(recommendation),
+        _evidence(recommendation, has_log_probs=has_log_probs),
+        _caveats(recommendation),
+        scope("steps", "rank", "operands"),
+        class_="drawers",
     )
     style = f"--accent: {accent}" if accent else None
     return tag("section", body, drawers, class_="card verdict", id="verdict", style=style)
+
+
+def _basis(recommendation: Recommendation) -> list[Html | str]:
+    """How the sentence came about, and where the data behind it is."""
+    if recommendation.verdict is Verdict.NOT_ENOUGH_EVIDENCE or not recommendation.evidence:
+        return []
+    places = [
+        ("evidence", "evidence"),
+        ("error", "where"),
+        *([("help", "corrections")] if recommendation.chosen else []),
+    ]
+    return [" ", basis("measured"), *[Html(f" · {link(id, text)}") for id, text in places]]
 
 
 def favourite(recommendation: Recommendation) -> CorrectionScore | None:
@@ -47,23 +64,23 @@ def favourite(recommendation: Recommendation) -> CorrectionScore | None:
 
 def _facts(recommendation: Recommendation) -> Html:
     agreement = recommendation.agreement
-    facts: list[tuple[str, str, str]] = []
+    facts: list[tuple[str, str, str, str]] = []
     best = favourite(recommendation)
     if best is not None:
-        interval = f"95 % interval {short(best.gain_low)} to {short(best.gain_high)}"
-        facts.append((f"Gain of {best.correction}, measured", short(best.gain), interval))
-        facts.append(("Cost, estimated", f"{best.cost_gemm:g} GEMM", f"{best.bits_per_element:g} bits per element"))
+        interval = f"measured, 95 %: {short(best.gain_low)} to {short(best.gain_high)}"
+        bits = f"predicted, {best.bits_per_element:g} bits a value"
+        facts.append((f"Gain of {best.correction}", "help", short(best.gain), interval))
+        facts.append(("Extra cost", "help", f"{best.cost_gemm:g} GEMM", bits))
     value = "–" if agreement.value is None else f"{agreement.value:.2f}"
-    steps = f"{agreement.n} probed step{'' if agreement.n == 1 else 's'}"
-    facts.append(("Resample agreement", value, steps))
+    steps = f"measured, {agreement.n} probed step{'' if agreement.n == 1 else 's'}"
+    facts.append(("Resample agreement", "methods", value, steps))
     coverage = recommendation.coverage
     seen = "–" if coverage.flops_frac is None else percent(coverage.flops_frac)
-    facts.append(("GEMM work seen", seen, f"{coverage.n_probed} of {coverage.n_modules} modules"))
-    return tag(
-        "dl",
-        *[tag("div", tag("dt", name), tag("dd", value, tag("small", small))) for name, value, small in facts],
-        class_="facts",
-    )
+    facts.append(("GEMM work seen", "coverage", seen, f"measured, {coverage.n_probed} of {coverage.n_modules} modules"))
+    shown = [
+        tag("div", tag("dt", link(id, name)), tag("dd", value, tag("small", small))) for name, id, value, small in facts
+    ]
+    return tag("dl", *shown, class_="facts")
 
 
 def _snippet(recommendation: Recommendation) -> Html:
@@ -75,25 +92,45 @@ def _snippet(recommendation: Recommendation) -> Html:
     return tag("details", tag("summary", f"Snippet for {_FRAMEWORKS.get(snippet.framework, snippet.framework)}"), code)
 
 
-def _evidence(recommendation: Recommendation) -> Html:
+_DATA_OF: tuple[tuple[str, str], ...] = (
+    # what the name of a piece of evidence starts with -> the section with its data
+    ("coverage", "coverage"),
+    ("probed_steps", "quality"),
+    ("realised", "realised"),
+    ("weight_lag", "realised"),
+    ("log_prob", "rollouts"),
+    ("effective_sample", "rollouts"),
+    ("mismatch", "signals"),
+    ("trend", "signals"),
+    ("component", "error"),
+    ("where", "error"),
+    ("backward", "depth"),
+)
+
+
+def _evidence(recommendation: Recommendation, *, has_log_probs: bool) -> Html:
     if not recommendation.evidence:
         return Html("")
-    rows = [_row(evidence) for evidence in recommendation.evidence]
-    content = table(["evidence", "value", "threshold", "", "basis"], rows, numeric=(1, 2))
+    rows = [_row(evidence, has_log_probs=has_log_probs) for evidence in recommendation.evidence]
+    content = table(["evidence", "value", "threshold", "", "basis", ""], rows, numeric=(1, 2))
     note = tag(
         "p",
         "“Reached” says on which side of its threshold a fact lies. It is no judgement: a mismatch that does not reach "
         "its threshold is good news.",
         class_="note",
     )
-    return tag("details", tag("summary", f"Evidence ({len(rows)})"), content, note)
+    return tag("details", tag("summary", f"Evidence ({len(rows)})"), content, note, id="evidence")
 
 
-def _row(evidence: Evidence) -> list[object]:
+def _row(evidence: Evidence, *, has_log_probs: bool) -> list[object]:
     side = {True: "reached", False: "not reached", None: ""}[evidence.holds]
     numbers = ["" if v is None else number(v) for v in (evidence.value, evidence.threshold)]
     kind = basis(str(evidence.certainty).split()[0])
-    return [evidence.text, *numbers, tag("span", side, class_="gate"), kind]
+    place = next((id for start, id in _DATA_OF if evidence.name.startswith(start)), "")
+    if place == "rollouts" and not has_log_probs:
+        place = "signals"
+    data = link(place, "data") if place else ""
+    return [evidence.text, *numbers, tag("span", side, class_="gate"), kind, data]
 
 
 def _caveats(recommendation: Recommendation) -> Html:

@@ -90,12 +90,12 @@ function signalTable(index) {
   const signal = DATA.signals[index];
   const steps = unpack(signal.steps).values;
   const raw = unpack(signal.values).values;
-  if (!signal.against) return { head: ["step", signal.title], format: ["number", "number"], rows: Array.from(steps, (s, i) => [s, raw[i]]) };
+  if (!signal.against) return { head: ["step", signal.title], format: ["number", "number"], rows: stepRows(steps, (s, i) => [s, raw[i]]) };
   const other = unpack(signal.against.steps).values;
   const drawn = unpack(signal.against.values).values;
   const a = new Map(Array.from(steps, (s, i) => [s, raw[i]]));
   const b = new Map(Array.from(other, (s, i) => [s, drawn[i]]));
-  const rows = [...new Set([...steps, ...other])].sort((x, y) => x - y).map((s) => [s, a.has(s) ? a.get(s) : NaN, b.has(s) ? b.get(s) : NaN]);
+  const rows = [...new Set([...steps, ...other])].sort((x, y) => x - y).filter(isStepShown).map((s) => [s, a.has(s) ? a.get(s) : NaN, b.has(s) ? b.get(s) : NaN]);
   return { head: ["step", signal.title, "B, as drawn"], format: ["number", "number", "number"], rows };
 }
 
@@ -122,14 +122,15 @@ function heatFigure(key, selected) {
   const t = theme();
   const m = measure(key);
   const modules = DATA.modules.names;
-  const cells = DATA.roles.map((_, r) => modules.map((_, i) => valueOf("operands", key, operandAt(i, r))));
+  const roles = rolesShown();
+  const cells = roles.map((r) => modules.map((_, i) => valueOf("operands", key, operandAt(i, r))));
   const z = cells.map((row) => row.map((v) => (!Number.isFinite(v) ? null : m.log ? Math.log10(Math.max(v, 1e-12)) : v)));
-  const text = cells.map((row, r) => row.map((v, i) => {
-    const at = operandAt(i, r);
+  const text = cells.map((row, y) => row.map((v, i) => {
+    const at = operandAt(i, roles[y]);
     if (at < 0) return "";
     const share = (c) => percent(valueOf("operands", c, at));
     return [
-      plain(shorten(modules[i], 60)) + " · " + DATA.roles[r].label, plain(m.label) + ": <b>" + FORMAT[m.format](v) + "</b>",
+      plain(shorten(modules[i], 60)) + " · " + DATA.roles[roles[y]].label, plain(m.label) + ": <b>" + FORMAT[m.format](v) + "</b>",
       "Gaussian data: " + percent(valueOf("operands", "nmse_reference", at)) + " output error, " + percent(valueOf("operands", "zeroed_reference", at)) + " zeroed",
       "split of the output error: scale " + share("out_scale") + ", deadzone " + share("out_deadzone") + ", grid " + share("out_grid"),
     ].join("<br>");
@@ -144,19 +145,20 @@ function heatFigure(key, selected) {
       tickfont: { size: 10.5, color: t.faint }, ticklen: 2, tickcolor: t.line,
     },
   }];
-  const shapes = selected.module < 0 ? [] : [{
-    type: "rect", x0: selected.module - 0.5, x1: selected.module + 0.5, y0: selected.role - 0.5, y1: selected.role + 0.5,
+  const y = roles.indexOf(selected.role);
+  const shapes = selected.module < 0 || y < 0 ? [] : [{
+    type: "rect", x0: selected.module - 0.5, x1: selected.module + 0.5, y0: y - 0.5, y1: y + 0.5,
     line: { color: t.ink, width: 2 },
   }];
-  const yaxis = { tickvals: DATA.roles.map((_, i) => i), ticktext: DATA.roles.map((r) => r.label), autorange: "reversed", showgrid: false, zeroline: false };
+  const yaxis = { tickvals: roles.map((_, i) => i), ticktext: roles.map((r) => DATA.roles[r].label), autorange: "reversed", showgrid: false, zeroline: false };
   const xaxis = { ...moduleTicks(), zeroline: false, range: [-0.5, modules.length - 0.5] };
   return { data, layout: layout(t, { shapes, xaxis, yaxis, margin: { l: 58, r: 54, t: 4, b: 20 } }) };
 }
 function heatTable(key) {
   const m = measure(key);
   return {
-    head: ["module", ...DATA.roles.map((r) => r.label)], format: ["text", ...DATA.roles.map(() => m.format)],
-    rows: DATA.modules.names.map((name, i) => [name, ...DATA.roles.map((_, r) => valueOf("operands", key, operandAt(i, r)))]),
+    head: ["module", ...rolesShown().map((r) => DATA.roles[r].label)], format: ["text", ...rolesShown().map(() => m.format)],
+    rows: DATA.modules.names.map((name, i) => [name, ...rolesShown().map((r) => valueOf("operands", key, operandAt(i, r)))]),
   };
 }
 
@@ -166,6 +168,9 @@ function seriesOf(index, names, view = currentView()) {
 }
 function total(rows) {
   return rows[0].map((_, i) => rows.reduce((sum, row) => sum + row[i], 0));
+}
+function stepRows(steps, row) {
+  return Array.from(steps, row).filter((cells) => isStepShown(cells[0]));
 }
 function stepsOf() {
   return stepsOfView(currentView());
@@ -197,7 +202,7 @@ function componentsTable(index, prefix) {
   const sum = total(rows);
   const head = ["step", "total", ...PARTS.map(([name]) => name)];
   if (prefix) { head.push("made on zeroed values"); rows.push(seriesOf(index, ["out_zeroed"])[0]); }
-  return { head, format: ["number", ...head.slice(1).map(() => "percent")], rows: Array.from(stepsOf(), (s, i) => [s, sum[i], ...rows.map((r) => r[i])]) };
+  return { head, format: ["number", ...head.slice(1).map(() => "percent")], rows: stepRows(stepsOf(), (s, i) => [s, sum[i], ...rows.map((r) => r[i])]) };
 }
 
 function zerosFigure(index) {
@@ -213,7 +218,7 @@ function zerosFigure(index) {
 }
 function zerosTable(index) {
   const [zeroed, clipped] = seriesOf(index, ["zero_frac", "saturated_frac"]);
-  return { head: ["step", "rounded to zero", "clipped"], format: ["number", "percent", "percent"], rows: Array.from(stepsOf(), (s, i) => [s, zeroed[i], clipped[i]]) };
+  return { head: ["step", "rounded to zero", "clipped"], format: ["number", "percent", "percent"], rows: stepRows(stepsOf(), (s, i) => [s, zeroed[i], clipped[i]]) };
 }
 
 function deltaBins(index) {
@@ -238,7 +243,9 @@ function deltaTable(index) {
 const WGRAD = [["g_wgrad", "deadzone", "circle"], ["x_wgrad", "scale", "diamond"]];
 function depthFigure(selected) {
   const t = theme();
-  const data = WGRAD.map(([key, color, symbol]) => {
+  const chosen = WGRAD.filter(([key]) => key.endsWith(shown.operands));
+  if (!chosen.length) return "The operands shown are not those of weight gradients.";
+  const data = chosen.map(([key, color, symbol]) => {
     const r = DATA.roles.findIndex((role) => role.key === key);
     const at = DATA.modules.names.map((_, i) => operandAt(i, r));
     const y = at.map((i) => { const v = valueOf("operands", "out_error", i); return v > 0 ? v : null; });
@@ -249,16 +256,30 @@ function depthFigure(selected) {
     };
   });
   if (!data.some((d) => d.y.some((v) => v !== null))) return "No weight-gradient operand was measured in the steps shown.";
+  const both = DATA.gradients;
+  if (both) {
+    const extra = (name, y, marker, words) => ({
+      type: "scatter", mode: "markers", name, x: both.module, y: y.map((v) => (v > 0 ? v : null)), customdata: both.module, hovertemplate: "%{text}<extra></extra>", marker,
+      text: both.module.map((m, i) => plain(shorten(DATA.modules.names[m], 60)) + "<br>" + words + " <b>" + percent(y[i] === null ? NaN : y[i]) + "</b>" + (both.withheld[i] ? ", mostly noise: not attributed" : "")),
+    });
+    const size = DATA.modules.names.length > 60 ? 4 : 7;
+    data.push(extra("both rounded", both.total, { color: t.ink, symbol: "square-open", size }, "G and X rounded"));
+    data.push(extra("sampling noise", both.noise, { color: t.faint, symbol: "x-thin", size, line: { width: 1.4, color: t.faint } }, "sampling noise"));
+  }
   const shapes = bandShape(t, DATA.bands.length === 1 ? DATA.bands[0].nmse : undefined);
   if (selected.module >= 0) shapes.push({ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: selected.module - 0.5, x1: selected.module + 0.5, line: { width: 0 }, fillcolor: t["grid-line"] });
   const xaxis = { ...moduleTicks(), range: [-0.6, DATA.modules.names.length - 0.4], zeroline: false };
   return { data, layout: layout(t, { ...LEGEND(t), shapes, xaxis, yaxis: { type: "log", tickformat: ".2~p", zeroline: false, nticks: 6 }, margin: { l: 46, r: 8, t: 30, b: 22 } }) };
 }
 function depthTable() {
-  const roles = WGRAD.map(([key]) => DATA.roles.findIndex((role) => role.key === key));
+  const roles = WGRAD.map(([key]) => DATA.roles.findIndex((role) => role.key === key && key.endsWith(shown.operands))).filter((r) => r >= 0);
+  const both = DATA.gradients;
+  const extra = both ? ["total", "scale", "deadzone", "grid", "noise"] : [];
+  const named = (name) => (name === "noise" ? "sampling noise" : name === "total" ? "both rounded" : "both rounded, " + name);
+  const of = (name, m) => { const i = both.module.indexOf(m); return i < 0 || both[name][i] === null ? NaN : both[name][i]; };
   return {
-    head: ["module", "layer", ...WGRAD.map(([key], i) => (roles[i] < 0 ? key : DATA.roles[roles[i]].label))], format: ["text", "text", "percent", "percent"],
-    rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("operands", "out_error", operandAt(m, r)))]),
+    head: ["module", "layer", ...roles.map((r) => DATA.roles[r].label), ...extra.map(named)], format: ["text", "text", ...roles.map(() => "percent"), ...extra.map(() => "percent")],
+    rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("operands", "out_error", operandAt(m, r))), ...extra.map((key) => of(key, m))]),
   };
 }
 
@@ -272,14 +293,15 @@ function realisedFigure(selected) {
     const side = phase.phase === "train" ? -0.14 : 0.14;
     const xs = phase.module.map((m) => m + side);
     const symbol = phase.phase === "train" ? "diamond" : "circle";
+    const errors = phase.module.map((_, i) => realisedOf(phase, i));
     const info = phase.module.map((m, i) => [
-      plain(shorten(DATA.modules.names[m], 60)) + " · " + phase.label, "realised <b>" + number(phase.realised[i]) + "</b>, predicted " + number(phase.predicted[i]),
+      plain(shorten(DATA.modules.names[m], 60)) + " · " + phase.label, "realised <b>" + number(errors[i][0]) + "</b>, predicted " + number(errors[i][1]),
       "X " + plain(phase.recipe_x[i]) + ", W " + plain(phase.recipe_w[i]) + (phase.exact[i] ? ", reproduced exactly" : ", not reproduced exactly"),
     ].join("<br>"));
     const common = { type: "scatter", mode: "markers", x: xs, customdata: phase.module, text: info, hovertemplate: "%{text}<extra></extra>" };
-    const lift = (values) => values.map((v) => (v === null ? null : Math.max(v, FLOOR)));
-    data.push({ ...common, name: phase.label + ", predicted", y: lift(phase.predicted), marker: { symbol: symbol + "-open", size: 12, color, line: { width: 1.4, color } } });
-    data.push({ ...common, name: phase.label + ", realised", y: lift(phase.realised), marker: { symbol, size: 6, color } });
+    const lift = (side) => errors.map((e) => (Number.isFinite(e[side]) ? Math.max(e[side], FLOOR) : null));
+    data.push({ ...common, name: phase.label + ", predicted", y: lift(1), marker: { symbol: symbol + "-open", size: 12, color, line: { width: 1.4, color } } });
+    data.push({ ...common, name: phase.label + ", realised", y: lift(0), marker: { symbol, size: 6, color } });
   }
   const exponents = [-8, -6, -4, -2, 0];
   const yaxis = { type: "log", tickvals: exponents.map((e) => 10 ** e), ticktext: exponents.map((e) => (e === -8 ? "≤ " : "") + power(e)), range: [-8.4, 0.9], zeroline: false };
@@ -289,9 +311,9 @@ function realisedFigure(selected) {
 }
 function realisedTable() {
   const head = ["module", "phase", "realised", "predicted", "realised / predicted", "recipe X", "recipe W", "exact"];
-  const rows = DATA.outputs.flatMap((phase) => phase.module.map((m, i) => [
-    DATA.modules.names[m], phase.label, phase.realised[i], phase.predicted[i], phase.predicted[i] > 0 ? phase.realised[i] / phase.predicted[i] : NaN,
-    phase.recipe_x[i], phase.recipe_w[i], phase.exact[i] ? "yes" : "no",
-  ]));
+  const rows = DATA.outputs.flatMap((phase) => phase.module.map((m, i) => {
+    const [realised, predicted] = realisedOf(phase, i);
+    return [DATA.modules.names[m], phase.label, realised, predicted, predicted > 0 ? realised / predicted : NaN, phase.recipe_x[i], phase.recipe_w[i], phase.exact[i] ? "yes" : "no"];
+  }));
   return { head, format: ["text", "text", "number", "number", "number", "text", "text", "text"], rows };
 }

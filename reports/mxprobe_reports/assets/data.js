@@ -20,8 +20,20 @@ function rowOf(group, name, index) {
   const { values, shape } = column(group, name);
   return values.subarray(index * shape[1], (index + 1) * shape[1]);
 }
-// Which steps and which rank are shown; null is all of them.
-const shown = { view: 0, from: null, to: null };
+// Which steps, rank and operands are shown; null is all of them. `operands` is a role or the end of several.
+const shown = { view: 0, from: null, to: null, operands: "" };
+function isRoleShown(role) {
+  return DATA.roles[role].key.endsWith(shown.operands);
+}
+function rolesShown() {
+  return DATA.roles.map((_, r) => r).filter(isRoleShown);
+}
+function isStepShown(step) {
+  return shown.from === null || (step >= shown.from && step <= shown.to);
+}
+function filtersOn() {
+  return [["steps", shown.from !== null], ["rank", shown.view > 0], ["operands", shown.operands !== ""]].filter(([, on]) => on).map(([name]) => name);
+}
 const viewLines = new Map();
 function viewColumn(view, name) {
   const key = view.label + "/" + name;
@@ -52,8 +64,7 @@ function meanOver(name, weight, index) {
   let above = 0;
   let below = 0;
   for (let i = 0; i < steps.length; i++) {
-    if (shown.from !== null && (steps[i] < shown.from || steps[i] > shown.to)) continue;
-    if (!Number.isFinite(line[i]) || !(weights[i] > 0)) continue;
+    if (!isStepShown(steps[i]) || !Number.isFinite(line[i]) || !(weights[i] > 0)) continue;
     above += line[i] * weights[i];
     below += weights[i];
   }
@@ -76,6 +87,39 @@ function valueOf(group, name, index) {
   if (name === "b_over_a") return column("against", "error").values[index] / column("operands", "out_error").values[index];
   if (group === "operands" && !isAll() && OVER_STEPS[name]) return OVER_STEPS[name](index);
   return column(group, name).values[index];
+}
+// Energy of the output and of the parts of its error, added over the operands of a role and the steps shown.
+function splitOf(role) {
+  const view = currentView();
+  const steps = stepsOfView(view);
+  const sums = { output: 0, scale: 0, deadzone: 0, grid: 0 };
+  DATA.operands.role.forEach((r, i) => {
+    if (r !== role) return;
+    const output = lineOf(view, "output", i);
+    const parts = PARTS.map(([name]) => [name, lineOf(view, "out_" + name, i)]);
+    for (let s = 0; s < steps.length; s++) {
+      if (!isStepShown(steps[s]) || !(output[s] > 0) || !parts.every(([, line]) => Number.isFinite(line[s]))) continue;
+      sums.output += output[s];
+      for (const [name, line] of parts) sums[name] += line[s] * output[s];
+    }
+  });
+  return sums;
+}
+// Realised and predicted error of module i of a phase, relative to its output, over the steps shown.
+function realisedOf(phase, i) {
+  if (shown.from === null) return [phase.realised[i], phase.predicted[i]];
+  const steps = unpackOnce(phase.steps).values;
+  const { values, shape } = unpackOnce(phase.binned);
+  const sums = [0, 1, 2].map((k) => {
+    const start = (k * shape[1] + i) * shape[2];
+    return values.subarray(start, start + shape[2]).reduce((sum, v, s) => sum + (isStepShown(steps[s]) ? v : 0), 0);
+  });
+  return sums[0] > 0 ? [sums[1] / sums[0], sums[2] / sums[0]] : [NaN, NaN];
+}
+const unpacked = new Map();
+function unpackOnce(packed) {
+  if (!unpacked.has(packed)) unpacked.set(packed, unpack(packed));
+  return unpacked.get(packed);
 }
 function bandOf(index, name) {
   return index < 0 ? undefined : DATA.bands[DATA.operands.rule[index]][name];

@@ -2,13 +2,14 @@
 // State (which layer, which operand) and everything that follows it.
 
 const state = { module: DATA.selected.module, role: DATA.selected.role, limit: 20, sort: { key: "out_error", down: true } };
+const N_WORST = 5;
 const byId = (id) => document.getElementById(id);
 const current = () => operandAt(state.module, state.role);
 const heatKey = () => (byId("measure") ? byId("measure").value : DATA.measures[0].key);
 
 // follows: redrawn when another layer is selected.
 const CHARTS = {
-  hurts: { figure: () => heatFigure("out_error", state), table: () => heatTable("out_error"), follows: true, picks: "cell" },
+  hurts: { figure: () => heatFigure(DATA.hurts, state), table: () => heatTable(DATA.hurts), follows: true, picks: "cell" },
   where: { figure: () => heatFigure(heatKey(), state), table: () => heatTable(heatKey()), follows: true, picks: "cell" },
   operand: { figure: () => componentsFigure(current(), ""), table: () => componentsTable(current(), ""), follows: true },
   output: { figure: () => componentsFigure(current(), "out_"), table: () => componentsTable(current(), "out_"), follows: true },
@@ -36,7 +37,7 @@ function draw(node) {
     node.dataset.bound = "yes";
     node.on("plotly_click", ({ points: [point] }) => {
       if (chart.picks === "point") select(point.customdata, state.role);
-      else if (operandAt(point.x, point.y) >= 0) select(point.x, point.y);
+      else if (operandAt(point.x, rolesShown()[point.y]) >= 0) select(point.x, rolesShown()[point.y]);
     });
   }
 }
@@ -64,18 +65,45 @@ function saveCsv(details) {
   URL.revokeObjectURL(link.href);
 }
 
-function select(module, role) {
+// The same operand of another module, or the first of those shown that was measured there.
+function choose(module, role) {
+  const fits = (r) => operandAt(module, r) >= 0 && isRoleShown(r);
   state.module = module;
-  if (operandAt(module, role) >= 0) state.role = role;
-  else state.role = Math.max(0, DATA.roles.findIndex((_, r) => operandAt(module, r) >= 0));
+  state.role = fits(role) ? role : Math.max(0, DATA.roles.findIndex((_, r) => fits(r)));
+}
+function select(module, role) {
+  choose(module, role);
   keepInAddress();
   follow();
+}
+// Arrow keys in a chart: along the layers, and in a heatmap along the operands, past those that were not measured.
+function onChartKey(event, picks) {
+  const roles = picks === "cell" ? rolesShown() : [state.role];
+  const last = DATA.modules.names.length - 1;
+  const moves = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], Home: [-Infinity, 0], End: [Infinity, 0], ...(picks === "cell" ? { ArrowDown: [0, 1], ArrowUp: [0, -1] } : {}) };
+  if (event.key === "Enter") {
+    event.preventDefault();
+    byId("layer").scrollIntoView();
+    byId("layer-select").focus({ preventScroll: true });
+  }
+  if (!moves[event.key] || event.altKey || event.ctrlKey || event.metaKey) return;
+  event.preventDefault();
+  const [dx, dy] = moves[event.key];
+  let x = Number.isFinite(dx) ? state.module + dx : dx > 0 ? last : 0;
+  let y = roles.indexOf(state.role) + dy;
+  const [stepX, stepY] = [Number.isFinite(dx) ? dx : -Math.sign(dx), dy];
+  while (x >= 0 && x <= last && y >= 0 && y < roles.length) {
+    if (operandAt(x, roles[y]) >= 0) return select(x, roles[y]);
+    x += stepX;
+    y += stepY;
+  }
 }
 // Without selection the address stays as it was opened; with one it says all that is not the default.
 function keepInAddress() {
   let fragment = "#layer=" + DATA.modules.slugs[state.module] + "&operand=" + DATA.roles[state.role].key;
   if (shown.from !== null) fragment += "&steps=" + shown.from + "-" + shown.to;
   if (shown.view > 0) fragment += "&rank=" + shown.view;
+  if (shown.operands) fragment += "&show=" + shown.operands;
   history.replaceState(null, "", fragment);
 }
 
@@ -97,6 +125,12 @@ function showRank(view) {
   shown.view = DATA.views[view] ? view : 0;
   if (byId("rank-select")) byId("rank-select").value = shown.view;
 }
+function showOperands(operands) {
+  const filter = byId("operand-filter");
+  shown.operands = filter && Array.from(filter.options).some((o) => o.value === operands) ? operands : "";
+  if (filter) filter.value = shown.operands;
+  if (state.module >= 0) choose(state.module, state.role);
+}
 function showAgain() {
   keepInAddress();
   follow();
@@ -107,14 +141,73 @@ function follow() {
   byId("layer-select").value = state.module;
   DATA.roles.forEach((role, r) => {
     const radio = byId("operand-" + role.key);
-    radio.disabled = operandAt(state.module, r) < 0;
+    radio.disabled = operandAt(state.module, r) < 0 || !isRoleShown(r);
     radio.checked = r === state.role;
   });
   fillKeys();
+  fillWorst();
+  fillSplit();
+  fillSignals();
+  fillScopes();
   fillWhatifs();
   fillLayers();
   for (const node of document.querySelectorAll("[data-chart]")) if (CHARTS[node.dataset.chart].follows && visible.has(node)) draw(node);
   for (const details of document.querySelectorAll("details[data-table][open]")) fillTable(details);
+}
+
+// Each panel that does not follow one of the filters says so itself.
+function fillScopes() {
+  const on = filtersOn();
+  for (const note of document.querySelectorAll(".scope")) {
+    const missed = note.dataset.scope.split(" ").filter((name) => on.includes(name));
+    note.hidden = !missed.length;
+    note.textContent = missed.length ? "of all " + missed.map((name) => (name === "rank" ? "ranks" : name)).join(", ").replace(/, (\w+)$/, " and $1") : "";
+  }
+}
+const FORMAT_OF = { predicted_kl: number };
+function fillWorst() {
+  const body = byId("worst");
+  const columns = body.dataset.columns.split(" ");
+  const value = (i) => { const v = valueOf("operands", columns[0], i); return Number.isFinite(v) ? v : -1; };
+  const order = DATA.operands.role.map((_, i) => i).filter((i) => isRoleShown(DATA.operands.role[i]));
+  const values = new Map(order.map((i) => [i, value(i)]));
+  order.sort((a, b) => values.get(b) - values.get(a) || a - b);
+  body.replaceChildren(...order.slice(0, N_WORST).map((i) => {
+    const [m, r] = [DATA.operands.module[i], DATA.operands.role[i]];
+    const pick = element("button", { class: "pick", type: "button", "data-pick": m + "," + r, onclick: () => select(m, r) }, DATA.modules.names[m]);
+    const cells = columns.map((name) => element("td", { class: "num" }, (FORMAT_OF[name] || percent)(valueOf("operands", name, i))));
+    return element("tr", { class: i === current() ? "selected" : null }, element("td", {}, pick), element("td", {}, DATA.roles[r].label), ...cells);
+  }));
+}
+function fillSplit() {
+  const lines = rolesShown().flatMap((r) => {
+    const sums = splitOf(r);
+    const error = sums.scale + sums.deadzone + sums.grid;
+    const label = element("span", { class: r === state.role ? "current" : null }, DATA.roles[r].label);
+    if (!(sums.output > 0) || !(error > 0)) return [label, element("span", { class: "note" }, "not measured"), element("span", { class: "total" }, "–")];
+    const shares = PARTS.map(([name]) => [name, sums[name] / error]);
+    const whole = shares.reduce((sum, [, v]) => sum + Math.max(v, 0), 0) || 1;
+    let words = shares.map(([name, v]) => name + " " + percent(v)).join(", ");
+    if (sums.scale < 0) words += " (no scale problem: the power-of-two scales do better than amax/6)";
+    const bars = shares.filter(([, v]) => v > 0).map(([name, v]) => element("i", { class: name, style: `width: ${(100 * v / whole).toFixed(2)}%` }));
+    return [label, element("div", { class: "bar", role: "img", "aria-label": words, title: words }, ...bars), element("span", { class: "total" }, percent(error / sums.output))];
+  });
+  byId("split").replaceChildren(...lines);
+}
+// The numbers above the curves: of the last tenth of the steps shown, and of the first.
+const written = new Map();
+function fillSignals() {
+  for (const signal of DATA.signals) {
+    const [recent, first] = ["recent", "first"].map((name) => document.querySelector(`[data-${name}="${signal.id}"]`));
+    if (!written.has(signal.id)) written.set(signal.id, [recent.textContent, first.textContent]);
+    const show = signal.is_share ? percent : number;
+    const steps = unpackOnce(signal.steps).values;
+    const values = Array.from(unpackOnce(signal.values).values).filter((v, i) => Number.isFinite(v) && isStepShown(steps[i]));
+    const n = Math.max(1, Math.round(values.length / 10));
+    const mean = (part) => (part.length ? part.reduce((a, b) => a + b, 0) / part.length : NaN);
+    const texts = [show(mean(values.slice(-n))), values.length > 1 ? "from " + show(mean(values.slice(0, n))) : values.length ? "one step only" : "no step in the range"];
+    [recent.textContent, first.textContent] = shown.from === null ? written.get(signal.id) : texts;
+  }
 }
 
 function fillKeys() {
@@ -127,13 +220,18 @@ function fillKeys() {
     ["SQNR", decibel(get("sqnr_db")), "Gaussian: " + decibel(-10 * Math.log10(get("nmse_reference")))],
     ["Rounded to zero", percent(get("zero_frac")), "Gaussian: " + percent(get("zeroed_reference"))],
     ["Clipped", percent(get("saturated_frac")), "|x| > 6 s"],
-    ["Rows measured", percent(get("sampled")), count(get("clusters")) + " units at least"],
+    ["Rows measured", percent(get("sampled")), isAll() ? count(get("clusters")) + " units at least" : "all steps and ranks"],
   ];
+  if (Number.isFinite(get("predicted_kl"))) {
+    const ranks = Number.isFinite(get("rank_low")) ? `rank ${count(get("rank_low"))} to ${count(get("rank_high"))} (90 %)` : "nats per token";
+    entries.unshift(["KL, predicted", number(get("predicted_kl")), ranks]);
+  }
   for (const phase of DATA.outputs) {
     const i = phase.module.indexOf(state.module);
     if (i < 0) continue;
-    const ratio = phase.predicted[i] > 0 ? number(phase.realised[i] / phase.predicted[i]) + " × predicted" : "nothing predicted";
-    entries.push(["Realised, " + phase.label, percent(phase.realised[i]), ratio]);
+    const [realised, predicted] = realisedOf(phase, i);
+    const ratio = predicted > 0 ? number(realised / predicted) + " × predicted" : "nothing predicted";
+    entries.push(["Realised, " + phase.label, percent(realised), ratio + (shown.view > 0 ? ", all ranks" : "")]);
   }
   byId("keys").replaceChildren(...entries.map(([name, value, small]) => element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, small)))));
 }
@@ -149,9 +247,8 @@ function fillWhatifs() {
 const LAYER_COLUMNS = [["out_error", percent], ["out_zeroed", percent], ["nmse", percent], ["sqnr_db", decibel], ["scale", percent], ["deadzone", percent], ["grid", percent], ["zero_frac", percent], ["saturated_frac", percent]];
 function fillLayers() {
   const words = byId("layer-filter").value.toLowerCase();
-  const role = byId("operand-filter").value;
   const { key, down } = state.sort;
-  let rows = DATA.operands.module.map((_, i) => i).filter((i) => (role === "" || DATA.roles[DATA.operands.role[i]].key === role) && operandName(i).toLowerCase().includes(words));
+  let rows = DATA.operands.module.map((_, i) => i).filter((i) => isRoleShown(DATA.operands.role[i]) && operandName(i).toLowerCase().includes(words));
   const value = (i) => (key === "module" ? DATA.operands.module[i] : key === "role" ? DATA.operands.role[i] : valueOf("operands", key, i));
   const rank = (v) => (Number.isFinite(v) ? v : down ? -Infinity : Infinity);
   rows.sort((a, b) => (down ? rank(value(b)) - rank(value(a)) : rank(value(a)) - rank(value(b))) || a - b);
@@ -180,7 +277,9 @@ function readFragment() {
   const steps = (wanted.get("steps") || "").match(/^(-?\d+)-(\d+)$/);
   showSteps(steps ? Number(steps[1]) : NaN, steps ? Number(steps[2]) : NaN);
   showRank(Number(wanted.get("rank") || 0));
+  showOperands(wanted.get("show") || "");
   select(module, role < 0 ? state.role : role);
+  for (const node of visible) if (node.dataset.chart.startsWith("signal-")) draw(node);
   return true;
 }
 
@@ -219,16 +318,25 @@ function start() {
       button.textContent = "Copied";
     });
   }
+  const unfold = () => { const target = byId(location.hash.slice(1)); if (target && target.tagName === "DETAILS") target.open = true; };
+  addEventListener("hashchange", unfold);
+  unfold();
   if (!DATA.operands.module.length) return;
-  byId("measure").addEventListener("change", () => { draw(byId("chart-where")); byId("measure-help").textContent = measure(heatKey()).help; follow(); });
+  byId("measure").addEventListener("change", () => {
+    const { help, basis } = measure(heatKey());
+    byId("measure-help").textContent = help;
+    byId("measure-basis").replaceChildren(element("span", { class: "basis " + (basis || "measured") }, basis || "measured"));
+    draw(byId("chart-where"));
+    follow();
+  });
+  for (const node of document.querySelectorAll("[data-chart][tabindex]")) {
+    node.addEventListener("keydown", (event) => onChartKey(event, CHARTS[node.dataset.chart].picks));
+  }
   byId("layer-select").addEventListener("change", (event) => select(Number(event.target.value), state.role));
   const hop = (by) => select((state.module + by + DATA.modules.names.length) % DATA.modules.names.length, state.role);
   byId("layer-previous").addEventListener("click", () => hop(-1));
   byId("layer-next").addEventListener("click", () => hop(1));
   DATA.roles.forEach((role, r) => byId("operand-" + role.key).addEventListener("change", () => select(state.module, r)));
-  for (const button of document.querySelectorAll("button[data-pick]")) {
-    button.addEventListener("click", () => { const [m, r] = button.dataset.pick.split(",").map(Number); select(m, r); });
-  }
   if (byId("step-from")) {
     const read = () => { showSteps(parseInt(byId("step-from").value, 10), parseInt(byId("step-to").value, 10)); showAgain(); };
     byId("step-from").addEventListener("change", read);
@@ -237,7 +345,7 @@ function start() {
   }
   if (byId("rank-select")) byId("rank-select").addEventListener("change", (event) => { showRank(Number(event.target.value)); showAgain(); });
   byId("layer-filter").addEventListener("input", fillLayers);
-  byId("operand-filter").addEventListener("change", fillLayers);
+  if (byId("operand-filter")) byId("operand-filter").addEventListener("change", (event) => { showOperands(event.target.value); showAgain(); });
   byId("layers-more").addEventListener("click", () => { state.limit = Infinity; fillLayers(); });
   for (const th of document.querySelectorAll("#layers-table th")) {
     th.querySelector("button").addEventListener("click", () => {
