@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mxprobe.emulation.control import Control, unwatch_generation
+from mxprobe.emulation.modules import Site, attention_site, install, is_installed, uninstall
+from mxprobe.emulation.recipe import Recipe
+from mxprobe.emulation.selection import attention_candidates, candidates, shared_with
 from mxprobe.errors import UsageError
 
-from .control import Control, unwatch_generation
-from .modules import Site, install, is_installed, uninstall
-from .recipe import Recipe
-from .selection import candidates, shared_with
-
 _EMULATION = "_mxprobe_emulation"
+_FIRST_ATTENTION = 32_768
+"""Attention modules are numbered from here, so that a recipe's choice of them renumbers no Linear."""
 _ACTIVE: weakref.WeakSet[Emulation] = weakref.WeakSet()
 
 
@@ -26,7 +27,7 @@ class Touched(NamedTuple):
     name: str
     class_name: str
     shape: tuple[int, ...]
-    """Of the weight; of the largest one in fused experts."""
+    """Of the weight; of the largest one in fused experts; empty for the products of attention."""
     note: str
     """What a user should know, e.g. a weight shared with a module that stays in high precision."""
 
@@ -145,17 +146,38 @@ class Emulation:
             shared = shared_with(self.model, module)
             note = f"weight shared with {', '.join(shared)}, which reads it unquantized" if shared else ""
             touched.append(Touched(name, type(module).__name__, _weight_shape(module), note))
+        products = attention_candidates(self.model, recipe)
+        chosen = {id(module) for _, module, reason in products if not reason}
+        for module in self.model.modules():
+            if id(module) not in chosen and attention_site(module) is not None:
+                uninstall(module)
+        for ordinal, (name, module, reason) in enumerate(products, start=_FIRST_ATTENTION):
+            if reason:
+                skipped.append(Skipped(name, type(module).__name__, reason))
+                continue
+            if attention_site(module) is None:
+                install(module, Site(self._control, ordinal, module, is_attention=True))
+            touched.append(Touched(name, type(module).__name__, (), "its products q k^T and p v"))
         self.touched = tuple(touched)
         self.skipped = tuple(skipped)
         self._control.switch(recipe)
         self.history.append(Change(self._control.step, recipe))
 
+    def products_seen(self) -> dict[str, int]:
+        """Calls that multiplied q by k or p by v, or did both, so far and outside torch.compile, by attention module.
+
+        A module that has run and is at 0 multiplies in a way that is not intercepted.
+        """
+        sites = ((name, attention_site(module)) for name, module in self.model.named_modules())
+        return {name: site.n_products for name, site in sites if site is not None}
+
     def report(self) -> str:
         """What is emulated and what is not, one line per module."""
-        lines = [str(self)]
-        lines += [
-            f"  emulated  {t.name} {t.class_name} {list(t.shape)}{f'  ({t.note})' * bool(t.note)}" for t in self.touched
-        ]
+        lines, counts = [str(self)], self.products_seen()
+        for t in self.touched:
+            shape, note = f" {list(t.shape)}" if t.shape else "", f"  ({t.note})" if t.note else ""
+            seen = f", {counts[t.name]} calls so far" if t.name in counts else ""
+            lines.append(f"  emulated  {t.name} {t.class_name}{shape}{note}{seen}")
         lines += [f"  left out  {s.name} {s.class_name}: {s.reason}" for s in self.skipped]
         return "\n".join(lines)
 

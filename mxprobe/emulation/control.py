@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .linear import Plan
-from .recipe import Recipe, Side
+from mxprobe.emulation.linear import Plan
+from mxprobe.emulation.recipe import Recipe, Side
 
 _GENERATORS = ("generate", "generate_batch")
 _CONTROL = "_mxprobe_control"
@@ -44,8 +44,8 @@ class Control:
         return self.plan if in_rollout == (self.recipe.side is Side.ROLLOUT) else None
 
     def salt(self, ordinal: int) -> int:
-        """A number for each (seed, step, module), with room for the six operands; 0 where nothing is random."""
-        return 8 * (ordinal + 65_536 * ((self.seed * 7_919 + self.step) % 2**28)) if self.is_random else 0
+        """A number for each (seed, step, module), with room for its operands; 0 where nothing is random."""
+        return 16 * (ordinal + 65_536 * ((self.seed * 7_919 + self.step) % 2**28)) if self.is_random else 0
 
     @contextmanager
     def rollout(self) -> Generator[None]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .operand import Operand
-from .quantizer import quantize
-from .recipe import Recipe
+from mxprobe.emulation.operand import Operand
+from mxprobe.emulation.quantizer import quantize
+from mxprobe.emulation.recipe import Recipe
 
 # Not F.linear, which a module's interception (see `modules`) would quantize a second time.
 _linear = torch.ops.aten.linear.default
@@ -42,7 +42,7 @@ def emulated_linear(
 ) -> torch.Tensor:
     """F.linear(x, weight, bias) with the operands of all three GEMMs quantized; dtype and shape as F.linear's.
 
-    Under autocast the operands are cast first, as F.linear would, and quantized after. `salt` (a multiple of 8)
+    Under autocast the operands are cast first, as F.linear would, and quantized after. `salt` (a multiple of 16)
     selects the draw of stochastic rounding. Can be differentiated once.
     """
     device = x.device.type
@@ -63,6 +63,15 @@ def emulated_linear_of_quantized(
     return _linear(quantize(x, plan.x_fwd, dim=-1, salt=salt), quantized_weight, bias)
 
 
+def refuse_double_backward(what: str) -> None:
+    """For a backward to begin with. RuntimeError where it is itself to be differentiated (create_graph=True)."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"an emulated {what} cannot be differentiated twice: the straight-through gradient of a rounded "
+            "operand has no derivative; remove the emulation, or use recipe 'none', for a double backward"
+        )
+
+
 class _EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -79,11 +88,7 @@ class _EmulatedLinear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator's stub hides its parameters)
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            raise RuntimeError(
-                "an emulated Linear cannot be differentiated twice: the straight-through gradient of a rounded "
-                "operand has no derivative; remove the emulation, or use recipe 'none', for a double backward"
-            )
+        refuse_double_backward("Linear")
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
         plan, salt = ctx.plan, ctx.salt

@@ -1,7 +1,7 @@
 """Putting the emulated forward on a module, and taking it off again.
 
 A plain Linear gets a forward of ours. A module with a forward of its own (a subclass of Linear, fused experts)
-keeps it: while it runs, every F.linear that it calls is emulated.
+keeps it: while it runs, every F.linear that it calls is emulated, or, in attention, each of its two products.
 """
 
 from __future__ import annotations
@@ -14,21 +14,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .control import Control
-from .linear import emulated_linear, emulated_linear_of_quantized
-from .quantizer import quantize
-from .selection import INNER_FORWARD, SITE, inner_forward, is_fused_experts, own_forward
+from mxprobe.emulation.attention import InterceptAttention
+from mxprobe.emulation.control import Control
+from mxprobe.emulation.linear import emulated_linear, emulated_linear_of_quantized
+from mxprobe.emulation.quantizer import quantize
+from mxprobe.emulation.selection import INNER_FORWARD, SITE, inner_forward, is_fused_experts, own_forward
 
 
 class Site:
     """What the forward of one module needs to know. Deep copies of the module share it."""
 
-    def __init__(self, control: Control, ordinal: int, module: nn.Module) -> None:
+    def __init__(self, control: Control, ordinal: int, module: nn.Module, *, is_attention: bool = False) -> None:
         self.control = control
         self.ordinal = ordinal
+        self.is_attention = is_attention
+        self.n_products = 0
+        """Calls of attention products seen outside torch.compile."""
         self.intercepts = own_forward(module)
         self.is_experts = is_fused_experts(module)
         self.is_on = True
+
+    def count_product(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.n_products += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         return self
@@ -58,6 +66,12 @@ def uninstall(module: nn.Module) -> None:
         module.__dict__["forward"] = module.__dict__.pop(INNER_FORWARD)
 
 
+def attention_site(module: nn.Module) -> Site | None:
+    """Of a module whose attention products are emulated."""
+    site: Site | None = module.__dict__.get(SITE)
+    return site if site is not None and site.is_on and site.is_attention else None
+
+
 def is_installed(module: nn.Module) -> bool:
     site: Site | None = module.__dict__.get(SITE)
     return site is not None and site.is_on
@@ -68,6 +82,9 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plan = site.control.plan_now() if site.is_on else None
     if plan is None:
         return _call_inner(self, args, kwargs)
+    if site.is_attention:
+        with InterceptAttention(plan, site.control.salt(site.ordinal), site.count_product):
+            return _call_inner(self, args, kwargs)
     if site.intercepts:
         with _InterceptLinear(site):
             return _call_inner(self, args, kwargs, unwrap=site.is_experts)

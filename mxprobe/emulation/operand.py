@@ -70,8 +70,9 @@ class Operand:
         kind = correction.kind
         if kind is CorrectionKind.KEEP_HIGH_PRECISION:
             return Operand()
-        if kind in (CorrectionKind.NVFP4, CorrectionKind.MXFP8):
-            return Operand(kind.value, as_forward=self.as_forward)
+        if correction.format is not None:
+            rule = self.rule if correction.keeps_format else Rule.RCEIL
+            return Operand(correction.format.name, rule, as_forward=self.as_forward)
         plain = self if self.format == "mxfp4" else Operand("mxfp4", self.rule, as_forward=self.as_forward)
         if kind is CorrectionKind.RULE:
             return replace(plain, rule=get_rule(str(correction.parameter)))

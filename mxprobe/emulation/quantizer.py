@@ -12,11 +12,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from mxprobe.emulation.operand import Operand
 from mxprobe_kernels import apply_correction, quantize_dequantize
 from mxprobe_kernels.formats import Correction, CorrectionKind, Format, Rule, get_format
 from mxprobe_kernels.rounding import power_of_two
-
-from .operand import Operand
 
 
 def quantize(x: torch.Tensor, operand: Operand, *, dim: int, salt: int = 0) -> torch.Tensor:

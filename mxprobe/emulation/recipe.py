@@ -6,25 +6,26 @@ paper x_fwd=mxfp4/rceil+of:0.5 side=rollout
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mxprobe.emulation.operand import HIGH_PRECISION, Operand
 from mxprobe.errors import UsageError
 from mxprobe.schema import Role
 from mxprobe_kernels.formats import Correction
 
-from .operand import HIGH_PRECISION, Operand
 
-
-class Side(StrEnum):
+class Side(str, Enum):
     """Where a recipe applies. Generation is the rollout, everything else is the trainer."""
 
     TRAIN = "train"
     ROLLOUT = "rollout"
     BOTH = "both"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 ROLES: tuple[str, ...] = tuple(role.value for role in Role)
@@ -72,6 +73,8 @@ class Recipe:
     keep_last: int = 0
     """Trailing transformer blocks left in high precision."""
     side: Side = Side.BOTH
+    attention: bool = False
+    """Quantize attention's own products too, q k^T and p v, each operand as the role that it plays in them."""
 
     def __post_init__(self) -> None:
         for role in ROLES:
@@ -134,6 +137,8 @@ class Recipe:
             value = getattr(self, key)
             if value != getattr(base, key):
                 changes.append(f"{key}={','.join(value) if isinstance(value, tuple) else value}")
+        if self.attention != base.attention:
+            changes.append(f"attention={'on' if self.attention else 'off'}")
         if self.name != (base_name if self.operands == base.operands else "custom"):
             changes.append(f"name={self.name}")
         return " ".join([base_name, *changes])
@@ -142,12 +147,15 @@ class Recipe:
         lines = [f"name = {json.dumps(self.name)}", f'side = "{self.side}"']
         lines += [f"{key} = {json.dumps(list(getattr(self, key)))}" for key in _GLOBS]
         lines += [f"{key} = {getattr(self, key)}" for key in _COUNTS]
+        lines.append(f"attention = {json.dumps(self.attention)}")
         lines += ["", "[operands]", *(f'{role} = "{operand}"' for role, operand in self.operands.items())]
         return "\n".join(lines) + "\n"
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "recipe") -> Recipe:
         """The TOML form of `to_toml`; operands left out are in high precision. UsageError names `source`."""
+        import tomllib  # Python 3.11; where the agent runs under an older one, recipes arrive as lines
+
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -160,6 +168,8 @@ class Recipe:
             raise UsageError(f"{source}: `operands` must be a table of ROLE = OPERAND")
         settings = [f"{role}={operand}" for role, operand in operands.items()]
         for key, value in data.items():
+            if isinstance(value, bool):
+                value = "on" if value else "off"
             settings.append(f"{key}={','.join(value) if isinstance(value, list) else value}")
         return _with_settings(cls(), settings, source)
 
@@ -193,10 +203,14 @@ def _with_settings(base: Recipe, settings: list[str], source: str) -> Recipe:
             if value not in list(Side):
                 raise UsageError(f"{source!r}: unknown side {value!r}", remedy=f"use {', '.join(Side)}")
             changes[key] = Side(value)
+        elif key == "attention":
+            if value not in ("on", "off"):
+                raise UsageError(f"{source!r}: attention is on or off, not {value!r}")
+            changes[key] = value == "on"
         elif key == "name":
             changes[key] = value
         else:
-            keys = (*ROLES, *GROUPS, *_GLOBS, *_COUNTS, "side", "name")
+            keys = (*ROLES, *GROUPS, *_GLOBS, *_COUNTS, "side", "attention", "name")
             raise UsageError(f"{source!r}: unknown key {key!r}", remedy=f"use {', '.join(keys)}")
         named.add(key)
     recipe = replace(base, **changes)

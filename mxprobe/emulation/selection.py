@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .recipe import Recipe
+from mxprobe.emulation.recipe import Recipe
 
 SITE = "_mxprobe_site"
 INNER_FORWARD = "_mxprobe_inner_forward"
@@ -39,6 +39,22 @@ def candidates(model: nn.Module, recipe: Recipe) -> list[Candidate]:
     ]
 
 
+def attention_candidates(model: nn.Module, recipe: Recipe) -> list[Candidate]:
+    """The modules that multiply q by k and p by v, if the recipe wants these products, selected or with a reason.
+
+    A module is one by its name: a class `...Attention` none of whose children is one.
+    """
+    if not recipe.attention:
+        return []
+    found = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
+    blocks = _block_counts(name for name, _ in model.named_modules())
+    return [
+        Candidate(name, module, _attention_obstacle(module) or _not_selected(name, recipe, blocks))
+        for name, module in found
+        if not any(_is_attention(child) for child in module.modules() if child is not module)
+    ]
+
+
 def is_fused_experts(module: nn.Module) -> bool:
     """Whether the module holds the weights of all experts in 3-D parameters."""
     return "Experts" in type(module).__name__ and any(p.dim() == 3 for p in module.parameters(recurse=False))
@@ -64,6 +80,20 @@ def shared_with(model: nn.Module, module: nn.Module) -> list[str]:
         for name, other in model.named_modules()
         if other is not module and any(id(parameter) in own for parameter in other.parameters(recurse=False))
     ]
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__
+
+
+def _attention_obstacle(module: nn.Module) -> str:
+    """Why its products cannot be reached; transformers' modules say which implementation they use."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies inside one function of torch"
+    how = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if how not in (None, "sdpa", "eager"):
+        return f"attention implementation {how!r} multiplies inside a fused kernel; load the model with 'sdpa'"
+    return ""
 
 
 def _multiplies(module: nn.Module) -> bool:

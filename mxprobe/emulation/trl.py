@@ -6,9 +6,9 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from .api import active
-from .aqn import NoiseSchedule, QuantizationNoise, Target
-from .recipe import Recipe
+from mxprobe.emulation.api import active
+from mxprobe.emulation.aqn import NoiseSchedule, QuantizationNoise, Target
+from mxprobe.emulation.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

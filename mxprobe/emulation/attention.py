@@ -1,0 +1,143 @@
+"""Attention's own two products, each with quantized operands in forward and backward.
+
+    S = Q(q) Q(k)^T      dq = Q(dS) Q(k)      dk = Q(dS)^T Q(q)        each along its own contraction axis,
+    O = Q(p) Q(v)        dp = Q(dO) Q(v)^T    dv = Q(p)^T Q(dO)        per batch and head
+
+A product is that of a Linear, A B^T with A in the part of X and B in that of W: q and p take x_fwd and x_wgrad, k and
+v^T take w_fwd and w_dgrad, dS and dO take g_dgrad and g_wgrad. Softmax, mask, scale and dropout are exact.
+Shapes: A [..., T, K], B [..., S, K], A B^T [..., T, S].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from mxprobe.emulation.linear import Plan, refuse_double_backward
+from mxprobe.emulation.operand import Operand
+from mxprobe.emulation.quantizer import quantize
+
+_QK, _PV = 0, 8
+"""Offsets in a module's salt, which has room for sixteen operands."""
+
+
+def emulated_product(a: torch.Tensor, b: torch.Tensor, plan: Plan, salt: int = 0) -> torch.Tensor:
+    """a [..., T, K] times b [..., S, K] transposed, all six operands of its three GEMMs quantized; [..., T, S].
+
+    Leading axes are equal. Under autocast the operands are cast first. Can be differentiated once.
+    """
+    device = a.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        a, b = a.to(dtype), b.to(dtype)
+    return _EmulatedProduct.apply(a, b, plan, salt)
+
+
+def emulated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    plan: Plan,
+    salt: int = 0,
+) -> torch.Tensor:
+    """F.scaled_dot_product_attention (same arguments and result) written out, with emulated products.
+
+    Softmax is computed in float32 or better and rounded to the operands' dtype; a row that is masked throughout is 0.
+    """
+    if enable_gqa:
+        n_shared = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(n_shared, dim=-3) for t in (key, value))
+    leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    query, key, value = (t.expand(*leading, *t.shape[-2:]) for t in (query, key, value))
+    scores = emulated_product(query, key, plan, salt + _QK) * (
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    )
+    if is_causal:
+        lower = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~lower, -math.inf)
+    if attn_mask is not None:
+        masked = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+    wide = scores if scores.dtype is torch.float64 else scores.float()
+    empty = (wide == -math.inf).all(-1, keepdim=True)
+    probabilities = torch.softmax(wide.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+    probabilities = F.dropout(probabilities.to(query.dtype), dropout_p)
+    return emulated_product(probabilities, value.transpose(-2, -1), plan, salt + _PV)
+
+
+class InterceptAttention(TorchFunctionMode):
+    """Inside, scaled_dot_product_attention and products of two tensors of three or more axes are emulated."""
+
+    def __init__(self, plan: Plan, salt: int, on_product: Callable[[], None]) -> None:
+        super().__init__()
+        self._plan = plan
+        self._salt = salt
+        self._on_product = on_product
+        self._offset = _QK
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self._on_product()
+            return emulated_attention(*args, **kwargs, plan=self._plan, salt=self._salt)
+        if (
+            func in _PRODUCTS
+            and not kwargs
+            and all(t.dim() >= 3 for t in args)
+            and args[0].shape[:-2] == args[1].shape[:-2]
+        ):
+            self._on_product()
+            offset, self._offset = self._offset, _PV  # the first is q k^T
+            return emulated_product(args[0], args[1].transpose(-2, -1), self._plan, self._salt + offset)
+        return func(*args, **kwargs)
+
+
+def _is_batched(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return min(a.dim(), b.dim()) >= 3 and a.shape[:-2] == b.shape[:-2]
+
+
+_PRODUCTS = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__)
+
+
+class _EmulatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, plan: Plan, salt: int) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.plan, ctx.salt = plan, salt
+        return _quantize(a, plan.x_fwd, -1, salt) @ _quantize(b, plan.w_fwd, -1, salt + 1).transpose(-2, -1)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator's stub hides its parameters)
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[Any, ...]:
+        refuse_double_backward("attention product")
+        (g,) = grad_outputs
+        a, b = ctx.saved_tensors
+        plan, salt = ctx.plan, ctx.salt
+        da = db = None
+        if ctx.needs_input_grad[0]:
+            w = _quantize(b, plan.w_dgrad, -1 if plan.w_dgrad.as_forward else -2, salt + 2)
+            da = _quantize(g, plan.g_dgrad, -1, salt + 3) @ w
+        if ctx.needs_input_grad[1]:
+            t = _quantize(a, plan.x_wgrad, -1 if plan.x_wgrad.as_forward else -2, salt + 4)
+            db = _quantize(g, plan.g_wgrad, -2, salt + 5).transpose(-2, -1) @ t
+        return da, db, None, None
+
+
+def _quantize(x: torch.Tensor, operand: Operand, dim: int, salt: int) -> torch.Tensor:
+    if not operand.square or x.dim() == 2:
+        return quantize(x, operand, dim=dim, salt=salt)
+    # Square blocks take every leading axis as rows: one matrix at a time, so that none reaches into the next head.
+    matrices = x.reshape(-1, *x.shape[-2:])
+    parts = [quantize(matrix, operand, dim=dim, salt=salt + 16 * i) for i, matrix in enumerate(matrices)]
+    return torch.stack(parts).reshape(x.shape)
