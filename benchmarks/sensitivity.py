@@ -6,8 +6,8 @@
 
 `accuracy`: Spearman correlation of predictors with the KL that each forward operand's error really makes (the same
 batch run again with that error put in), the ratio of predicted to true KL, and the predicted against the replayed gain
-of corrections. `gradients`: the same for what each of the six
-operands does to all weight gradients. `cost`: the job's time per step in hooks of ours, with and without `--sensitivity-every`.
+of corrections. `gradients`: the same for what each of the six operands does to all weight gradients. `cost`: the job's
+time per step in hooks of ours, with and without `--sensitivity-every`.
 """
 
 from __future__ import annotations

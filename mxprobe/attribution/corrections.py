@@ -25,6 +25,7 @@ from .costs import cost_of, tier_of
 from .intervals import Gain, gain_of
 from .measured import Array, Cut, OperandSums, divide
 from .recommendation import CorrectionScore
+from .symptom import upper_median
 from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
@@ -40,6 +41,8 @@ class Situation:
     mismatch: Array
     """[M] observed mismatch; all NaN where there is no symptom."""
     gate: float
+    share: float | None
+    """Part of the modules over the gate that makes the symptom; None where their median is it."""
     counted: Mask
     """[M, R] operands that are quantized in this run."""
 
@@ -213,7 +216,10 @@ class _Cures:
         corrected[self._chosen] *= np.where(np.isfinite(left), left, 1.0)
         part = divide(corrected.sum(axis=1), self._now.sum(axis=1))
         predicted = self._situation.mismatch * np.where(np.isfinite(part), part, 1.0)
-        return bool(np.median(predicted[self._seen]) <= self._situation.gate)
+        gate, share = self._situation.gate, self._situation.share
+        if share is not None:
+            return bool((predicted[self._seen] > gate).mean() < share)
+        return upper_median(predicted[self._seen]) <= gate
 
 
 def _keep(cures: bool | None, n_steps: int) -> CorrectionScore:

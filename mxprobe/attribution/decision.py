@@ -15,7 +15,7 @@ from .component import groups, name_component, operand_errors, where
 from .corrections import KEEP, Situation, choose, score_corrections
 from .measured import FORWARD_ROLES, Array, Measured
 from .recommendation import CorrectionScore, OperandGroup
-from .symptom import Fit, Mismatch, fit, mismatch, quantized_modules
+from .symptom import Fit, Mismatch, RuleMismatch, fit, mismatch, quantized_modules, rule_mismatch
 from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
@@ -30,6 +30,7 @@ class Reason(StrEnum):
     ONE_PHASE = "one_phase"
     NO_SYMPTOM = "no_symptom"
     BEHIND = "behind"
+    RULES = "rules"
     ELSEWHERE = "elsewhere"
     FAR = "far"
     NO_OPERANDS = "no_operands"
@@ -41,6 +42,7 @@ class Decision:
     verdict: Verdict
     reason: Reason
     mismatch: Mismatch
+    rules: RuleMismatch
     fits: tuple[Fit, ...]
     component: Component
     shares: dict[str, float]
@@ -77,6 +79,7 @@ def decide(measured: Measured, weights: Array, thresholds: Thresholds, *, with_w
         verdict=verdict,
         reason=reason,
         mismatch=observed,
+        rules=rule_mismatch(measured),
         fits=fits,
         component=parts.component,
         shares=parts.shares,
@@ -106,15 +109,24 @@ def _gates(
     if observed.n_modules == 0:
         return Verdict.NOT_ENOUGH_EVIDENCE, Reason.ONE_PHASE
     log_probs = measured.sides.seen(weights)
+    if not measured.sides.behind and rule_mismatch(measured).share >= thresholds.far_share:
+        return Verdict.NOT_EXPLAINED, Reason.RULES
     if not (log_probs.is_symptom(weights, thresholds) if log_probs else observed.is_symptom(thresholds)):
         return Verdict.NONE_NEEDED, Reason.NO_SYMPTOM
     if measured.sides.behind:
         return Verdict.NOT_EXPLAINED, Reason.BEHIND
-    if observed.n_same_recipe == observed.n_modules or not observed.is_symptom(thresholds):
+    if observed.n_same_recipe == observed.n_modules or not _in_the_layers(observed, thresholds):
         return Verdict.NOT_EXPLAINED, Reason.ELSEWHERE
     if any(each.far_share >= thresholds.far_share for each in fits):
         return Verdict.NOT_EXPLAINED, Reason.FAR
     return None, Reason.CHOSEN
+
+
+def _in_the_layers(observed: Mismatch, thresholds: Thresholds) -> bool:
+    """Whether enough layers disagree to set the policies apart: fewer than half do, where the fault is local."""
+    return (
+        observed.is_symptom(thresholds) or observed.share_above(observed.gate(thresholds)) >= thresholds.mismatch_share
+    )
 
 
 def _choice(parts: "_Parts") -> tuple[Verdict, Reason, tuple[str, ...]]:
@@ -156,7 +168,7 @@ class _Parts:
         reason: Reason,
     ) -> "_Parts":
         operands = measured.operands
-        if operands is None or reason in (Reason.FAR, Reason.BEHIND, Reason.ELSEWHERE):
+        if operands is None or reason in (Reason.FAR, Reason.BEHIND, Reason.RULES, Reason.ELSEWHERE):
             return cls.none(measured)
         shape = (len(measured.modules), len(FORWARD_ROLES))
         counted = _counted_operands(measured, quantized)
@@ -171,6 +183,7 @@ class _Parts:
             operands=operands,
             mismatch=observed.per_module if reason is Reason.CHOSEN else np.full(shape[0], np.nan),
             gate=observed.gate(thresholds),
+            share=None if observed.is_symptom(thresholds) else thresholds.mismatch_share,
             counted=counted,
         )
         scores = score_corrections(situation, weights, named, component, thresholds)

@@ -45,6 +45,7 @@ def collect(
         *_log_probs(measured, thresholds),
         *_mismatch(decision, thresholds),
         *_weight_lag(measured),
+        *_rules(decision, thresholds),
         *_fit(decision, thresholds),
         *_component(decision, thresholds),
         *_backward(trace),
@@ -127,6 +128,20 @@ def _weight_lag(measured: Measured) -> Iterator[Evidence]:
     if behind:
         text = f"in the rollout {behind_words(behind)}: its outputs are reproduced exactly with those"
         yield Evidence("weight_lag", Certainty.MEASURED, text, float(max(each.lag for each in behind)), 0.0, True)
+
+
+def _rules(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
+    rules = decision.rules
+    if rules.n_modules:
+        yield Evidence(
+            "rule_mismatch",
+            Certainty.MEASURED,
+            f"{rules.n_modules} of {rules.n_both} modules that both sides quantize are reproduced exactly by "
+            f"{rules.train} in training and by {rules.rollout} in the rollout",
+            rules.share,
+            thresholds.far_share,
+            rules.share >= thresholds.far_share,
+        )
 
 
 def _mismatch(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:

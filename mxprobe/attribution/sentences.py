@@ -37,6 +37,13 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
                 f"Not explained by MXFP4 rounding: the rollout's weights are stale. In it "
                 f"{behind_words(measured.sides.behind)} (measured). Mend the weight sync first."
             )
+        case Reason.RULES:
+            rules = decision.rules
+            return (
+                f"Rule mismatch, not explained by rounding alone: training rounds by {rules.train}, the rollout by "
+                f"{rules.rollout}, in {rules.n_modules} of {rules.n_both} modules that both sides quantize (measured). "
+                "Give both sides one rule first."
+            )
         case Reason.ELSEWHERE:
             return (
                 "Not explained by MXFP4 rounding: rollout and trainer disagree on the probabilities of tokens, though "
@@ -86,6 +93,8 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
             )
         case Reason.BEHIND:
             return "A run whose rollout uses current weights; what is left of the mismatch then has another cause."
+        case Reason.RULES:
+            return "A run whose two sides round alike; what is left of the mismatch then has another cause."
         case Reason.ELSEWHERE:
             return (
                 "Something outside the layers seen: the lm_head or a router, the attention or its key-value cache, "

@@ -7,8 +7,11 @@ Without log-probabilities the mismatch is read off the layers (science, section 
 against the change of realised error between neighbouring probed steps of training (its floor: the measure moves
 that much when nothing but the batch does). A Linear whose outputs are reproduced exactly by one and the same
 recipe on both sides computes the same function on both sides, whatever its error: its mismatch is 0 by proof.
+
+Of an even number of Linears the median is the upper one: a fault in half of the model is a fault of the model.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +43,27 @@ class Mismatch:
 
     def is_symptom(self, thresholds: Thresholds) -> bool:
         return self.n_modules > 0 and self.median > self.gate(thresholds)
+
+    def share_above(self, gate: float) -> float:
+        """Part of the Linears seen on both sides whose own mismatch exceeds `gate`."""
+        seen = self.per_module[np.isfinite(self.per_module)]
+        return float((seen > gate).mean()) if seen.size else 0.0
+
+
+@dataclass(frozen=True)
+class RuleMismatch:
+    """Linears that both sides quantize, each exactly by a known recipe, and not by the same one."""
+
+    n_modules: int
+    n_both: int
+    """Linears of which both sides are known and quantize the same operand."""
+    train: str
+    rollout: str
+    """The most frequent pair of recipes, as `mxfp4+rceil`."""
+
+    @property
+    def share(self) -> float:
+        return self.n_modules / self.n_both if self.n_both else 0.0
 
 
 @dataclass(frozen=True)
@@ -84,11 +108,32 @@ def mismatch(measured: Measured, weights: Array) -> Mismatch:
         return Mismatch(per_module, float("nan"), float("nan"), 0, 0)
     return Mismatch(
         per_module=per_module,
-        median=float(np.median(per_module[seen])),
+        median=upper_median(per_module[seen]),
         floor=_floor(train, weights, seen),
         n_modules=int(seen.sum()),
         n_same_recipe=int((same & seen).sum()),
     )
+
+
+def upper_median(values: Array) -> float:
+    return float(np.quantile(values, 0.5, method="higher"))
+
+
+def rule_mismatch(measured: Measured) -> RuleMismatch:
+    """Do both sides round, and differently? It is read off the recipes, whatever the size of the errors."""
+    train, rollout = measured.outputs.get(Phase.TRAIN), measured.outputs.get(Phase.ROLLOUT)
+    if train is None or rollout is None:
+        return RuleMismatch(0, 0, "", "")
+    n_both, differing = 0, Counter[tuple[str, str]]()
+    for m in np.flatnonzero(train.is_exact & rollout.is_exact):
+        sides = zip(train.recipes[m], rollout.recipes[m], strict=True)
+        both = [(a, b) for a, b in sides if "none" not in (a, b)]
+        n_both += bool(both)
+        unlike = [pair for pair in both if pair[0] != pair[1]]
+        if unlike:
+            differing[unlike[0]] += 1
+    pair = differing.most_common(1)[0][0] if differing else ("", "")
+    return RuleMismatch(sum(differing.values()), n_both, *pair)
 
 
 def fit(measured: Measured, weights: Array, thresholds: Thresholds) -> list[Fit]:

@@ -26,6 +26,8 @@ class Thresholds:
     """|log2(realised/predicted)| above which a module does not do what its recipe predicts."""
     far_share: float = 0.25
     """Share of quantized modules that must be far for `not_explained`."""
+    mismatch_share: float = 0.1
+    """Part of the Linears over the gate of `mismatch` with which layers explain a difference of log-probabilities."""
     component_share: float = 0.5
     """Share of the output error at which a component is named; below it, `mixed`."""
     where_error_frac: float = 0.2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mxprobe.attribution import CorrectionScore, Recommendation
 
-_KEY_EVIDENCE = ("log_prob", "mismatch", "weight_lag", "realised_over_predicted", "component", "where")
+_KEY_EVIDENCE = ("log_prob", "mismatch", "weight_lag", "rule_mismatch", "realised_over_predicted", "component", "where")
 _SHORT_SNIPPET_LINES = 12
 _CAPTION = (
     "gain: part of the GEMM-output error removed, measured; held: on steps that did not choose; recovery: part of the "

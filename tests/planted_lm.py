@@ -1,0 +1,178 @@
+"""Planted faults in the trained small language model, recorded as a trace: what the verdict has to find in a run.
+
+The trainer computes in high precision, the rollout with the weights of the planted layers in MXFP4. A plant projects a
+weight so that rounding it makes an error of one kind only; the model with the planted weights is its own reference.
+
+    scale      on the E2M1 grid of scales mu 2^k, one mu per macro block: an ideal scale loses nothing
+    deadzone   one channel per block at 6 2^k, whose input is 0; all else on the grid or under a quarter of the scale
+    grid       block maximum at 6 2^k, nothing in the deadzone, the rest between codes
+    clean      on the grid
+    stale      not projected; the trainer goes on learning, the rollout keeps MXFP4 of the weights it began with
+    natural    not projected
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mxprobe_kernels
+from mxprobe.agent.recipes import Call, infer_recipe
+from mxprobe.schema import Phase, Role
+from mxprobe.trace import TraceWriter
+from tests import small_lm
+from tests.planted import BLOCK, MACRO_BLOCK
+from tests.synthetic import WHATIFS, columns_of, operand_rows
+
+KINDS = ("scale", "deadzone", "grid", "clean", "stale")
+EXTENTS = ("all", "half")
+SAMPLES = 6
+UPDATES_PER_STEP = 4
+QuantizeWeight = Callable[[torch.Tensor], torch.Tensor]
+
+
+def mxfp4(w: torch.Tensor) -> torch.Tensor:
+    return mxprobe_kernels.quantize_dequantize(w)[0]
+
+
+def planted_weight(w: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
+    """W [O, K] with the fault `kind`; K a multiple of 32."""
+    if kind in ("clean", "stale", "natural"):
+        return mxfp4(w) if kind == "clean" else w.clone()
+    rows, width = w.shape
+    blocks = w.reshape(rows, -1, BLOCK)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    largest = blocks.abs().argmax(-1, keepdim=True)
+    six = 6.0 * torch.sign(blocks.gather(-1, largest))
+    if kind == "scale":
+        macros = -(-width // MACRO_BLOCK)
+        mu = torch.rand(rows, macros, 1, generator=generator) * 0.3 + 1.05
+        mu = mu.repeat_interleave(MACRO_BLOCK // BLOCK, 1)[:, : blocks.shape[1]]
+        s = mu * 2.0 ** torch.round(torch.log2(amax / 6.0 / mu))
+        z = nearest_code(blocks / s).scatter(-1, largest, six)
+        z = torch.where(z.abs() == 0.5, torch.sign(z), z)
+    elif kind == "grid":
+        s = 2.0 ** torch.ceil(torch.log2(amax / 6.0))
+        z = blocks / s
+        lifted = torch.sign(z) * (0.55 + 0.4 * torch.rand(z.shape, generator=generator))
+        z = torch.where(z.abs() < 0.5, lifted, z).scatter(-1, largest, six)
+    else:
+        s = 2.0 ** (torch.ceil(torch.log2(amax / 6.0)) + 2.0)
+        z = blocks / s
+        code = nearest_code(z)
+        z = torch.where(code == 0, z, code)
+        z[..., 0] = 6.0
+    return (z * s).reshape(w.shape)
+
+
+def nearest_code(z: torch.Tensor) -> torch.Tensor:
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.sign(z) * grid[(z.abs()[..., None] - grid).abs().argmin(-1)]
+
+
+def write_planted(
+    directory: Path,
+    kind: str,
+    *,
+    extent: str = "all",
+    seed: int = 0,
+    steps: int = 8,
+    train: QuantizeWeight | None = None,
+    rollout: QuantizeWeight = mxfp4,
+) -> tuple[Path, set[str]]:
+    """Record the run; returns its trace and the planted modules. `train`, `rollout`: how each side rounds W."""
+    generator = torch.Generator().manual_seed(seed)
+    model = copy.deepcopy(small_lm.trained())
+    modules = small_lm.linears(model)
+    order = torch.randperm(len(modules), generator=generator).tolist()
+    chosen = {list(modules)[i] for i in order[: len(modules) // (1 if extent == "all" else 2)]}
+    with torch.no_grad():
+        for name, module in modules.items():
+            kind_here = kind if name in chosen else "clean"
+            module.weight.copy_(planted_weight(module.weight, kind_here, generator))
+    if kind == "deadzone":
+        for name in chosen:
+            modules[name].register_forward_pre_hook(_without_first_channels)
+    first = {name: module.weight.detach().clone() for name, module in modules.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    with TraceWriter(directory, {"config": {"rule": "rceil"}}) as writer:
+        for step in range(1, steps + 1):
+            if kind == "stale":
+                _learn(model, optimizer, first.keys() - chosen, modules, first, seed * 1000 + step)
+            now = {name: module.weight.detach() for name, module in modules.items()}
+            used = {name: first[name] if kind == "stale" else now[name] for name in modules}
+            sides = (
+                (Phase.TRAIN, {name: train(w) if train else w for name, w in now.items()}),
+                (Phase.ROLLOUT, {name: rollout(w) for name, w in used.items()}),
+            )
+            _write_step(writer, model, modules, sides, step, seed)
+    return directory, chosen
+
+
+def _without_first_channels(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    x = args[0].clone()
+    x[..., ::BLOCK] = 0.0
+    return (x,)
+
+
+def _learn(model: Any, optimizer: Any, frozen: set[str], modules: Any, first: Any, seed: int) -> None:
+    for i in range(UPDATES_PER_STEP):
+        ids = small_lm.batch(24, seed=seed * UPDATES_PER_STEP + i)
+        loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for name in frozen:
+                modules[name].weight.copy_(first[name])
+
+
+def _write_step(writer: TraceWriter, model: Any, modules: Any, sides: Any, step: int, seed: int) -> None:
+    outputs: list[dict[str, Any]] = []
+    tensors: list[dict[str, Any]] = []
+    whatif: list[dict[str, Any]] = []
+    for phase, weights in sides:
+        ids = small_lm.batch(SAMPLES, seed=10**7 + 1000 * seed + 2 * step + (phase is Phase.ROLLOUT))
+        for name, (x, y) in _run(model, modules, weights, ids).items():
+            key = {"step": step, "micro_step": 0, "time_ns": step, "module": name}
+            w = modules[name].weight.detach()
+            (recipe_x, recipe_w), sums = infer_recipe(Call(x, w, y))
+            facts = {"phase": phase.value, "recipe_x": recipe_x, "recipe_w": recipe_w, "sampled_frac": 1.0}
+            outputs.append({**key, **facts, "n_rows": len(x), **sums})
+            if phase is Phase.TRAIN:
+                for role, a, b in ((Role.X_FWD, x, w.T), (Role.W_FWD, w, x.T)):
+                    place = {**key, "role": role.value, "phase": phase.value, "format": "mxfp4", "rule": "rceil"}
+                    row, after = operand_rows(a, b)
+                    tensors.append({**place, "sampled_frac": 1.0, "n_clusters": len(a), **row})
+                    whatif += [{**place, "sampled_frac": 1.0, "n_clusters": len(a), **each} for each in after]
+    assert len(whatif) == len(WHATIFS) * len(tensors)
+    for table, rows in (("outputs", outputs), ("tensors", tensors), ("whatif", whatif)):
+        writer.append(table, columns_of(rows))
+
+
+@torch.no_grad()
+def _run(
+    model: Any, modules: Any, weights: dict[str, torch.Tensor], ids: torch.Tensor
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """(x, y) [rows, ...] of each module in a forward pass with these weights."""
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def compute(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            y = F.linear(args[0], weights[name])
+            seen[name] = args[0].flatten(0, 1), y.flatten(0, 1)
+            return y
+
+        return compute
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return seen

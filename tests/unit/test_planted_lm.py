@@ -1,0 +1,121 @@
+"""The verdict on runs of the trained small language model with a planted fault, the answer known from the plant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import mxprobe_kernels
+from mxprobe.attribution import Recommendation, Thresholds, recommend
+from mxprobe.schema import Component, Role, Verdict
+from mxprobe.trace import open_trace
+from tests import planted_lm
+from tests.planted_lm import EXTENTS, KINDS, mxfp4, write_planted
+
+QUICK = Thresholds().replace(n_resamples=20)
+COMPONENTS = {"scale": Component.SCALE, "deadzone": Component.DEADZONE, "grid": Component.GRID}
+MENDS = {
+    "scale": {"mbs:32", "mbs:64", "mbs:128"},
+    "deadzone": {"of:0.5", "of:1.0"},
+    "grid": {"of:0.5", "of:1.0", "nvfp4", "mxfp8", "keep_high_precision"},
+}
+ACTS = (Verdict.ENABLE, Verdict.UNDECIDED, Verdict.KEEP_HIGH_PRECISION)
+
+
+def is_right(kind: str, answer: Recommendation, planted: set[str]) -> bool:
+    if kind == "clean":
+        return answer.verdict in (Verdict.NONE_NEEDED, Verdict.NOTHING_QUANTIZED)
+    if kind == "stale":
+        return answer.verdict is Verdict.NOT_EXPLAINED
+    named = {module for group in answer.where for module in group.modules}
+    return (
+        answer.verdict in ACTS
+        and answer.component is COMPONENTS[kind]
+        and answer.chosen[0] in MENDS[kind]
+        and named <= planted
+        and {group.role for group in answer.where} == {Role.W_FWD}
+    )
+
+
+def names_a_wrong_component(kind: str, answer: Recommendation) -> bool:
+    return answer.verdict in ACTS and answer.component is not COMPONENTS.get(kind)
+
+
+def judge(directory: Path, kind: str, extent: str, seed: int) -> tuple[Recommendation, set[str]]:
+    trace, planted = write_planted(directory, kind, extent=extent, seed=seed)
+    return recommend(open_trace(trace), QUICK), planted
+
+
+def test_a_fault_in_half_of_the_layers_is_named_there(tmp_path: Path):
+    answer, planted = judge(tmp_path / "t", "grid", "half", seed=11)
+    assert is_right("grid", answer, planted), answer.headline
+
+
+@pytest.mark.slow
+def test_planted_runs_are_judged_right_in_95_of_100_and_no_component_is_named_wrongly(tmp_path: Path):
+    wrong: list[str] = []
+    n = 0
+    for seed in range(10):
+        for kind in KINDS:
+            for extent in EXTENTS:
+                answer, planted = judge(tmp_path / f"{kind}-{extent}-{seed}", kind, extent, seed)
+                n += 1
+                assert not names_a_wrong_component(kind, answer), (kind, extent, seed, answer.headline)
+                if not is_right(kind, answer, planted):
+                    wrong.append(f"{kind}, {extent}, seed {seed}: {answer.headline}")
+    assert len(wrong) <= 0.05 * n, wrong
+
+
+def by_rule(rule: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda w: mxprobe_kernels.quantize_dequantize(w, rule=rule)[0]
+
+
+def foreign(name: str, w: torch.Tensor) -> torch.Tensor:
+    """Kernels that are not ours: torchao's, one that rounds ties up, one with the floor of a quotient."""
+    if name == "torchao":
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        mode = ScaleCalculationMode.FLOOR
+        return MXTensor.to_mx(w.contiguous(), torch.float4_e2m1fn_x2, scaling_mode=mode).dequantize(torch.float32)
+    blocks = w.reshape(w.shape[0], -1, 32)
+    exponent = torch.log2(blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 6.0)
+    s = 2.0 ** (exponent.floor() if name == "floor_div" else exponent.ceil())
+    z = (blocks / s).clamp(-6.0, 6.0)
+    if name == "floor_div":
+        return (planted_lm.nearest_code(z) * s).reshape(w.shape)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    middles = (grid[1:] + grid[:-1]) / 2
+    code = torch.bucketize(z.abs(), middles, right=True)  # half up
+    return (torch.sign(z) * grid[code] * s).reshape(w.shape)
+
+
+@pytest.mark.parametrize("name", [pytest.param("torchao", marks=pytest.mark.slow), "floor_div"])
+def test_a_foreign_rule_on_one_side_is_a_rule_mismatch_and_no_scale_bias(name: str, tmp_path: Path):
+    trace, _ = write_planted(tmp_path / "t", "natural", train=mxfp4, rollout=lambda w: foreign(name, w))
+    answer = recommend(open_trace(trace), QUICK)
+    assert answer.verdict is Verdict.NOT_EXPLAINED
+    assert answer.component is Component.NONE
+    assert answer.chosen == ()
+    assert answer.headline.startswith("Rule mismatch")
+    assert "mxfp4+rceil" in answer.headline
+    assert ("mxfp4+floor_div" if name == "floor_div" else "mxfp4+floor,") in answer.headline
+    assert any(item.name == "rule_mismatch" and item.holds for item in answer.evidence)
+
+
+@pytest.mark.slow
+def test_half_up_ties_are_still_mxfp4_rounding(tmp_path: Path):
+    """Weights in bfloat16 lie on ties of the grid one time in a hundred."""
+    trace, planted = write_planted(tmp_path / "t", "scale", rollout=lambda w: foreign("half_up", w))
+    answer = recommend(open_trace(trace), QUICK)
+    assert is_right("scale", answer, planted), answer.headline
+
+
+@pytest.mark.slow
+def test_both_sides_by_one_foreign_rule_are_no_mismatch(tmp_path: Path):
+    trace, _ = write_planted(tmp_path / "t", "natural", train=by_rule("floor"), rollout=by_rule("floor"))
+    answer = recommend(open_trace(trace), QUICK)
+    assert answer.verdict is Verdict.NONE_NEEDED, answer.headline
