@@ -261,6 +261,65 @@ def tables(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: 
     return {**frames, **overrides}
 
 
+def sensitivity(modules: Sequence[str], *, worst: str, n_microbatches: int = 8) -> pd.DataFrame:
+    """Replays in which every forward operand predicts a KL of 1e-4 nats a token, the input of `worst` of 1e-2."""
+    keys = [(step, m, r) for step in range(n_microbatches) for m in modules for r in (Role.X_FWD, Role.W_FWD)]
+    n_tokens = 100.0
+    kl = [1e-2 if (module, role) == (worst, Role.X_FWD) else 1e-4 for _, module, role in keys]
+    columns: dict[str, Any] = {
+        "step": [10 * k[0] for k in keys],
+        "module": [k[1] for k in keys],
+        "role": [k[2].value for k in keys],
+        "component": ["total"] * len(keys),
+        "n_tokens": [n_tokens] * len(keys),
+        "n_samples": [4] * len(keys),
+        "sum_delta2": [2.0 * n_tokens * each for each in kl],
+        "sum_log_prob_shift": [0.0] * len(keys),
+        "sum_entropy_shift": [0.0] * len(keys),
+    }
+    return frame("sensitivity", columns)
+
+
+def gradients(modules: Sequence[str], steps: Sequence[int], *, noise: float = 0.3) -> pd.DataFrame:
+    """dW with an error of 0.02 of ||dW||^2, and halves that differ by `noise` of it."""
+    parts = {"total": 0.02, "scale": 0.012, "deadzone": 0.002, "grid": 0.009}
+    keys = [(step, module, part) for step in steps for module in modules for part in parts]
+    half = (1.0 + noise) / 4.0  # a^2 = b^2, and a^2 + b^2 + 2 ab = 1
+    columns: dict[str, Any] = {
+        "step": [k[0] for k in keys],
+        "module": [k[1] for k in keys],
+        "gemm": ["wgrad"] * len(keys),
+        "component": [k[2] for k in keys],
+        "ref2": np.ones(len(keys)),
+        "err2": [parts[k[2]] for k in keys],
+        "ref_err": np.zeros(len(keys)),
+        "half_a2": np.full(len(keys), half),
+        "half_b2": np.full(len(keys), half),
+        "half_ab": np.full(len(keys), (1.0 - noise) / 4.0),
+    }
+    return frame("gradients", columns)
+
+
+def rollouts(steps: Sequence[int], *, abs_d: float = 0.2) -> pd.DataFrame:
+    """100 tokens a step that differ by `abs_d` nats on average, half of them of low entropy and alike."""
+    keys = [(step, stratum) for step in steps for stratum in ("all", "entropy_q1")]
+    n = np.array([100 if stratum == "all" else 50 for _, stratum in keys])
+    d = np.array([abs_d if stratum == "all" else 0.0 for _, stratum in keys])
+    columns: dict[str, Any] = {
+        "step": [k[0] for k in keys],
+        "stratum": [k[1] for k in keys],
+        "n_sequences": [4] * len(keys),
+        "n_tokens": n,
+        "sum_abs_d": n * d,
+        "sum_d": n * d / 2,
+        "sum_k3": n * d / 4,
+        "sum_w": n * 1.0,
+        "sum_w2": n * (1.0 + d),
+        "n_outside_clip": (n * d).astype(np.int64),
+    }
+    return frame("rollouts", columns)
+
+
 def rows_of(table: str, data: pd.DataFrame) -> Rows:
     return Rows.of_frame(table, data)
 
@@ -271,7 +330,11 @@ def inputs(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: 
     probed = list(range(every, n_steps + 1, every))
     given = {name: overrides.pop(name) for name in TABLES if name in overrides}
     frames = tables(n_layers, n_steps, every, names=names, **given)
-    large: dict[str, Any] = {name: rows_of(name, frames.pop(name)) for name in ("tensors", "outputs", "whatif")}
+    large: dict[str, Any] = {
+        name: rows_of(name, frames.pop(name))
+        for name in ("tensors", "outputs", "whatif", "gradients")
+        if name in frames
+    }
     fields: dict[str, Any] = {
         **large,
         **frames,
