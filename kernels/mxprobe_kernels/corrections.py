@@ -7,7 +7,10 @@ Q is MXFP4 under the given scale rule; blocks of 32 along `dim`.
     of:alpha             Q(x) + alpha Q(x - Q(x))
     had:N                H^T Q(H x)          H a randomised, normalised Hadamard rotation of N elements
     nvfp4                16-blocks, E4M3 block scales, one fp32 scale for the tensor
-    mxfp8                E4M3 elements, power-of-two scales by `rceil`
+    nvfp4_4over6         the same, each block's amax mapped to 6 or to 4, by squared error
+    mxfp4_4over6         each block's scale by the rule or by `floor`, by squared error
+    hif4                 HiFloat4: 64-blocks, three levels of scale
+    mxfp6_e2m3, mxfp6_e3m2, mxfp8   wider elements, power-of-two scales by `rceil`
     keep_high_precision  x
 """
 
@@ -18,7 +21,7 @@ from functools import cache
 import torch
 
 from mxprobe_kernels.blocks import from_blocks, pad_rows, rows_of, to_blocks
-from mxprobe_kernels.formats import MXFP4, MXFP8, NVFP4, Correction, CorrectionKind, Format, Rule, get_rule
+from mxprobe_kernels.formats import MXFP4, Correction, CorrectionKind, Format, Rule, get_rule
 from mxprobe_kernels.torch_backend import quantized_blocks
 
 _SIGN_SEED = 0x6D787072
@@ -48,9 +51,9 @@ def apply_correction(
         return _outlier_fallback(x, float(parameter or 0.0), base, dim)
     if kind is CorrectionKind.HADAMARD:
         return _hadamard(x, _power_of_two(parsed), base, dim)
-    if kind is CorrectionKind.NVFP4:
-        return _quantize(x, NVFP4, base, dim)
-    return _quantize(x, MXFP8, Rule.RCEIL, dim)
+    format = parsed.format
+    assert format is not None  # every other kind is a format's name
+    return _quantize(x, format, base if parsed.keeps_format else Rule.RCEIL, dim)
 
 
 def _quantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> torch.Tensor:

@@ -40,6 +40,8 @@ class ScaleType(str, Enum):
     E8M0 = "e8m0"
     E4M3 = "e4m3"
     FP32 = "fp32"
+    E6M2 = "e6m2"
+    """Unsigned, 2^-48 to 1.5 * 2^15; the first of HiF4's three levels."""
 
     def __str__(self) -> str:
         return self.value
@@ -60,6 +62,17 @@ class Format:
     """Explicit mantissa bits of an element."""
     min_exponent: int = 0
     """Exponent of the smallest normal element; below it the step stays 2^(min_exponent - mantissa_bits)."""
+    four_over_six: bool = False
+    """True where each block takes the scale that maps its amax to 6 or the one that maps it to 4, whichever
+    leaves less squared error (to 6 where both leave the same)."""
+
+    @property
+    def tensor_top(self) -> float:
+        """The block scale, in E4M3, of the block that holds the tensor's amax.
+
+        Four-over-Six leaves room: mapped to 4, that block's scale is 1.5 times as large (384).
+        """
+        return 256.0 if self.four_over_six else 448.0
 
     @property
     def qmax(self) -> float:
@@ -111,7 +124,25 @@ FP8_BLOCK = Format("fp8_block", MXFP8.grid, 128, ScaleType.FP32, mantissa_bits=3
 INT4_GROUP = Format("int4_group", tuple(map(float, range(8))), 128, ScaleType.FP32, mantissa_bits=2, min_exponent=2)
 """Symmetric integers -7 to 7 with one fp32 scale for 128 elements. All steps are 1: a binade of one mini-float."""
 
-FORMATS: dict[str, Format] = {f.name: f for f in (MXFP4, MXFP8, NVFP4, FP8_BLOCK, INT4_GROUP)}
+MXFP6_E3M2 = Format("mxfp6_e3m2", minifloat_grid(2, -2, 28.0), 32, ScaleType.E8M0, mantissa_bits=2, min_exponent=-2)
+MXFP6_E2M3 = Format("mxfp6_e2m3", minifloat_grid(3, 0, 7.5), 32, ScaleType.E8M0, mantissa_bits=3)
+"""Both MXFP6 element types of OCP MX v1.0; 6.25 bits an element."""
+NVFP4_4OVER6 = Format("nvfp4_4over6", E2M1_GRID, 16, ScaleType.E4M3, tensor_scale=True, four_over_six=True)
+"""arXiv 2512.02010, by squared error; the tensor scale is amax / (256 * 6)."""
+MXFP4_4OVER6 = Format("mxfp4_4over6", E2M1_GRID, 32, ScaleType.E8M0, four_over_six=True)
+"""The same choice between powers of two: the rule's scale, or `floor`'s, which maps the power of two in amax to 4 and
+saturates. `ceil`'s, which maps all of amax to 4 or less, is no candidate: up to 6, its values are among `rceil`'s."""
+HIF4 = Format("hif4", minifloat_grid(2, 0, 7.0), 64, ScaleType.E6M2, mantissa_bits=2)
+"""HiFloat4 (arXiv 2602.11287): E6M2 scale of 64, one exponent bit for each 8, another for each 4, elements of
+sign and 0 to 1.75 in steps of .25; 4.5 bits an element. `grid` is what an element can be under any exponents."""
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        *(MXFP4, MXFP8, NVFP4, FP8_BLOCK, INT4_GROUP),
+        *(MXFP6_E3M2, MXFP6_E2M3, NVFP4_4OVER6, MXFP4_4OVER6, HIF4),
+    )
+}
 
 
 def get_format(format: str | Format) -> Format:
@@ -141,6 +172,12 @@ class CorrectionKind(str, Enum):
     HADAMARD = "had"
     """Random Hadamard rotation of that size before quantizing: `had:32`."""
     NVFP4 = "nvfp4"
+    NVFP4_4OVER6 = "nvfp4_4over6"
+    MXFP4_4OVER6 = "mxfp4_4over6"
+    """Still MXFP4: each block's scale is the rule's or `floor`'s, whichever leaves less error."""
+    HIF4 = "hif4"
+    MXFP6_E2M3 = "mxfp6_e2m3"
+    MXFP6_E3M2 = "mxfp6_e3m2"
     MXFP8 = "mxfp8"
     KEEP_HIGH_PRECISION = "keep_high_precision"
 
@@ -193,7 +230,17 @@ class Correction:
     @property
     def keeps_format(self) -> bool:
         """True where the result is still MXFP4 elements with power-of-two block scales."""
-        return self.kind in _PARAMETRIC
+        return self.kind in _PARAMETRIC or self.kind is CorrectionKind.MXFP4_4OVER6
+
+    @property
+    def format(self) -> Format | None:
+        """The format that this correction switches to; None where it changes MXFP4's, or quantizes nothing."""
+        return FORMATS.get(self.kind.value)
+
+    @property
+    def needs_whole_tensor(self) -> bool:
+        """True where a scale of the whole tensor is applied first: a part of it is quantized otherwise."""
+        return self.format is not None and self.format.tensor_scale
 
 
 DEFAULT_WHATIFS: tuple[str, ...] = (
@@ -207,6 +254,9 @@ DEFAULT_WHATIFS: tuple[str, ...] = (
     "of:1.0",
     "had:32",
     "nvfp4",
+    "nvfp4_4over6",
+    "hif4",
+    "mxfp6_e2m3",
     "mxfp8",
 )
 """The corrections that a probed step scores on the tensors at hand."""

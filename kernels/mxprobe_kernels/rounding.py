@@ -3,7 +3,8 @@
     s      = 2^e,  e = ((bits(amax) + bias(rule)) >> 23) - 127 - emax      clamped to E8M0's [-127, 127]
     c      = step(z) * round_half_even(z / step(z)),  saturating at qmax    z = |x| / s
 
-Ties go to the even code, because c / step is the integer of the code's last place.
+Ties go to the even code, because c / step is the integer of the code's last place. HiF4 has rules of its own:
+`hif4_scale` and `round_hif4`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,38 @@ def round_minifloat(z: torch.Tensor, mantissa_bits: int, min_exponent: int, qmax
     exponent = ((z.view(torch.int64) >> 52) - 1023).clamp_(min=min_exponent).sub_(mantissa_bits)
     step = exponent.add_(1023).bitwise_left_shift_(52).view(torch.float64)
     return (z / step).round_().mul_(step).clamp_(max=qmax)
+
+
+_BF16 = (7, -126, 3.3895313892515355e38)  # explicit mantissa bits, smallest normal exponent, largest value
+_HIF4_SEVENTH = 146 / 1024  # bf16(1 / 7)
+HIF4_SCALE_MIN, HIF4_SCALE_MAX = 2.0**-48, 1.5 * 2.0**15
+
+
+def hif4_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 amax -> E6M2(bf16(amax * bf16(1/7))), float64, and whether it left E6M2's range (bool).
+
+    Both roundings to nearest even. Every product is exact in float64.
+    """
+    ideal = round_minifloat(amax * _HIF4_SEVENTH, *_BF16)
+    held = ideal.clamp(HIF4_SCALE_MIN, HIF4_SCALE_MAX)
+    return round_minifloat(held, 2, -48, HIF4_SCALE_MAX), (held != ideal) & (amax > 0)
+
+
+def hif4_reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """bf16(1 / s) as float64: the converter multiplies by this and does not divide."""
+    return round_minifloat(torch.reciprocal(scale), *_BF16)
+
+
+def round_hif4(z: torch.Tensor) -> torch.Tensor:
+    """Non-negative float64 z [..., 64], relative to the first-level scale -> what HiF4 holds, in the same units.
+
+    e8 = [max of 8 >= 4],  e4 = [max of 4 / 2^e8 >= 2],  c = floor(4 z / 2^(e8 + e4) + 1/2) / 4, at most 1.75
+    """
+    groups = z.unflatten(-1, (8, 2, 4))
+    largest = groups.amax(-1, keepdim=True)
+    e8 = (largest.amax(-2, keepdim=True) >= 4.0).double()
+    unit = (1.0 + e8) * (1.0 + (largest >= 2.0 * (1.0 + e8)).double())
+    return (groups / unit).mul_(4.0).add_(0.5).floor_().div_(4.0).clamp_(max=1.75).mul_(unit).reshape(z.shape)
 
 
 def e2m1_code(magnitude: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,10 @@ from mxprobe_kernels.rounding import (
     E8M0_BIAS,
     amax_bits,
     e2m1_code,
+    hif4_reciprocal,
+    hif4_scale,
     power_of_two,
+    round_hif4,
     round_minifloat,
     round_to_grid,
     scale_exponent,
@@ -147,8 +150,8 @@ def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -
 def quantized_blocks(blocks: torch.Tensor, format: Format, rule: Rule) -> tuple[torch.Tensor, Scales]:
     """float32 [R, N, B] -> Q float64 of the same shape (NaN in excluded blocks), and the scales."""
     scales = _scales(blocks, format, rule, finite_amax(blocks) if format.tensor_scale else None)
-    z = blocks.abs().double().masked_fill_(scales.excluded, 0.0).div_(scales.scale)
-    q = torch.copysign(round_to_grid(z, format).mul_(scales.scale), blocks.double())
+    z = _scaled(blocks.abs().double().masked_fill_(scales.excluded, 0.0), scales.scale, format)
+    q = torch.copysign(_round(z, format).mul_(scales.scale), blocks.double())
     return q.masked_fill_(scales.excluded, float("nan")), scales
 
 
@@ -164,20 +167,62 @@ _ELEMENTWISE = ("x", "q", "q_star", "on_d", "zeroed", "saturated", "code")
 
 def _scales(blocks: torch.Tensor, format: Format, rule: Rule, tensor_amax: torch.Tensor | None) -> Scales:
     bits, excluded = amax_bits(blocks)
+    scales = _scales_of(bits, excluded, format, rule, tensor_amax, target=6.0)
+    if not format.four_over_six:
+        return scales
+    to_four = _scales_of(bits, excluded, format, Rule.FLOOR, tensor_amax, target=4.0)
+    magnitude = blocks.abs().double().masked_fill_(excluded, 0.0)
+    better = _squared_error(magnitude, to_four.scale, format) < _squared_error(magnitude, scales.scale, format)
+    return Scales(scales.amax, *(torch.where(better, b, a) for a, b in zip(scales[1:], to_four[1:])))
+
+
+def _scales_of(
+    bits: torch.Tensor,
+    excluded: torch.Tensor,
+    format: Format,
+    rule: Rule,
+    tensor_amax: torch.Tensor | None,
+    target: float,
+) -> Scales:
+    """Scales of blocks by the bits of their amax; `target` is where Four-over-Six maps amax, if scales are E4M3."""
     amax = bits.view(torch.float32).double()
     if format.scale is ScaleType.E8M0:
         exponent, clamped = scale_exponent(bits, format, rule)
         return Scales(amax, power_of_two(exponent), exponent, clamped, excluded)
     exponent = torch.full_like(bits, -E8M0_BIAS)
+    if format.scale is ScaleType.E6M2:
+        scale, clamped = hif4_scale(amax)
+        return Scales(amax, scale, exponent, clamped, excluded)
     if tensor_amax is None:
         ideal = (amax / format.qmax).float().double()
         scale = torch.where(ideal > 0, ideal, 1.0)
         return Scales(amax, scale, exponent, (ideal == 0) & (bits != 0), excluded)
-    unit = (tensor_amax.float() / (_E4M3_MAX * format.qmax)).double()
+    unit = (tensor_amax.float() / (format.tensor_top * format.qmax)).double()
     unit = torch.where(unit > 0, unit, 1.0)
-    step = round_minifloat(amax / format.qmax / unit, 3, -6, _E4M3_MAX)
+    step = round_minifloat(amax / (target if format.four_over_six else format.qmax) / unit, 3, -6, _E4M3_MAX)
     flushed = (step == 0) & (bits != 0)
     return Scales(amax, step.clamp(min=_E4M3_SMALLEST) * unit, exponent, flushed, excluded)
+
+
+def _scaled(magnitude: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """|x| / s as the format's converter computes it."""
+    if format.scale is ScaleType.E6M2:
+        return magnitude * hif4_reciprocal(scale)
+    return magnitude / scale
+
+
+def _round(z: torch.Tensor, format: Format) -> torch.Tensor:
+    """z = |x| / s, float64 [R, N, B] -> element values."""
+    return round_hif4(z) if format.scale is ScaleType.E6M2 else round_to_grid(z, format)
+
+
+def _squared_error(magnitude: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """float64 [R, N, B] -> [R, N, 1]. Added by halves, so that every backend finds the same bits."""
+    total = (_round(magnitude / scale, format) * scale - magnitude).square()
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return total
 
 
 def _fields(
@@ -187,11 +232,11 @@ def _fields(
     scales = _scales(blocks, format, rule, tensor_amax)
     x = blocks.double().masked_fill_(scales.excluded, 0.0)
     magnitude = x.abs()
-    z = magnitude / scales.scale
+    z = _scaled(magnitude, scales.scale, format)
     saturated = z > format.qmax
-    c = round_to_grid(z, format)
+    c = _round(z, format)
     ideal = torch.where(scales.amax > 0, scales.amax, 1.0)
-    c_star = round_to_grid((magnitude * format.qmax).div_(ideal), format)
+    c_star = _round((magnitude * format.qmax).div_(ideal), format)
     nonzero = magnitude != 0
     if format.grid == E2M1_GRID:
         code = e2m1_code(c).to(torch.uint8) + torch.signbit(x).to(torch.uint8) * (CODE_BINS // 2)

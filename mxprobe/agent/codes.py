@@ -197,7 +197,7 @@ class _Stack:
         """The version and recipe that fit to 1e-5, of several the newest; None. Not thorough: by plain rules only."""
         others = candidates(None) if thorough else ((NONE, NONE), *((rule, rule) for rule in RULES))
         for recipe in dict.fromkeys((*first, *others)):
-            if "nvfp4" in recipe:
+            if any(side.startswith("nvfp4") for side in recipe):
                 continue  # its tensor scale is that of the whole W, which is not kept
             if min(self.fits(recipe, _PROBE_ROWS)) <= EXACT_FRAC:
                 fits = self.fits(recipe)

@@ -17,7 +17,7 @@ import torch
 
 import mxprobe_kernels
 from mxprobe.schema import OUTPUT_SUMS, Role
-from mxprobe_kernels.formats import Correction, CorrectionKind
+from mxprobe_kernels.formats import Correction
 from mxprobe_kernels.torch_backend import ErrorFields
 
 Row = dict[str, Any]
@@ -105,7 +105,7 @@ def measure_corrections(batch: Sequence[Measured], corrections: Sequence[str]) -
     rule = batch[0].fields.rule
     corrected: list[Sequence[torch.Tensor]] = []
     for correction in corrections:
-        if Correction.parse(correction).kind is CorrectionKind.NVFP4:
+        if Correction.parse(correction).needs_whole_tensor:
             corrected.append([mxprobe_kernels.apply_correction(x, correction, rule=rule) for x in inputs])
         else:
             corrected.append(mxprobe_kernels.apply_correction(together, correction, rule=rule).split(sizes))

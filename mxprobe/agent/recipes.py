@@ -29,10 +29,15 @@ CORRECTED: tuple[str, ...] = (
     "nvfp4",
     "mxfp8",
 )
-"""Every default what-if that is no rule: a run that follows a recommendation must not look unexplained."""
+"""With `OTHER_FORMATS`, every default what-if that is no rule: a run that follows a recommendation must not look
+unexplained."""
+
+OTHER_FORMATS: tuple[str, ...] = ("nvfp4_4over6", "mxfp4_4over6", "hif4", "mxfp6_e2m3", "mxfp6_e3m2")
+"""Tried with themselves, with nothing and with plain rules, not in every pair: what a module that nothing explains
+costs grows with the pairs."""
 
 Recipe = tuple[str, str]
-"""How x and how W were quantized: `none`, `mxfp4+<rule or correction>` (on `rceil`), `nvfp4`, `mxfp8`."""
+"""How x and how W were quantized: `none`, `mxfp4+<rule or correction>` (on `rceil`), `nvfp4`, `mxfp8`, ..."""
 
 
 class Call(NamedTuple):
@@ -56,9 +61,11 @@ def candidates(previous: Recipe | None) -> Iterator[Recipe]:
     names = (*RULES, *CORRECTED)
     likely: list[Recipe] = [] if previous is None else [previous]
     likely.append((NONE, NONE))
-    for name in names:
+    for name in (*names, *OTHER_FORMATS):
         likely += [(name, name), (NONE, name), (name, NONE)]
-    yield from dict.fromkeys([*likely, *itertools.product(names, names)])
+    one_plain = [p for other, rule in itertools.product(OTHER_FORMATS, RULES) for p in ((other, rule), (rule, other))]
+    pairs = (*itertools.product(names, names), *one_plain)
+    yield from dict.fromkeys([*likely, *pairs])
 
 
 def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, dict[str, Any]]:
@@ -119,7 +126,7 @@ class Quantized:
         if key not in self._made:
             whole = self._tensors[side]
             # nvfp4 has a tensor scale, which is the whole tensor's.
-            value = quantize(whole, name)[:limit] if name == "nvfp4" else quantize(whole[:limit], name)
+            value = quantize(whole, name)[:limit] if name.startswith("nvfp4") else quantize(whole[:limit], name)
             self._made[key] = value.to(self._dtype).double()
         return self._made[key]
 

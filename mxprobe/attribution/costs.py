@@ -34,6 +34,14 @@ def cost_of(correction: str) -> Cost:
         return Cost(1.0, 2.0 * MXFP4_BITS, "a second GEMM on the residual")
     if kind is CorrectionKind.NVFP4:
         return Cost(0.0, 4.5, "another format: needs NVFP4 hardware or emulation")
+    if kind is CorrectionKind.NVFP4_4OVER6:
+        return Cost(0.02, 4.5, "NVFP4 hardware; every block is quantized twice and the better one kept")
+    if kind is CorrectionKind.MXFP4_4OVER6:
+        return Cost(0.02, MXFP4_BITS, "every block is quantized twice and the better one kept")
+    if kind is CorrectionKind.HIF4:
+        return Cost(0.0, 4.5, "another format: needs HiF4 hardware (Ascend) or emulation")
+    if kind in (CorrectionKind.MXFP6_E2M3, CorrectionKind.MXFP6_E3M2):
+        return Cost(1.0, 6.25, "the rate of MXFP8; on MI355 that of MXFP4")
     if kind is CorrectionKind.MXFP8:
         return Cost(1.0, 8.25, "half of the FP4 rate")
     return Cost(3.0, 16.0, "a quarter of the FP4 rate")

@@ -60,7 +60,7 @@ def snippet_for(correction: str, where: Sequence[OperandGroup], framework: str, 
         "sides": "".join(f"    {kind!r}: {sides!r},\n" for kind, sides in _sides(where).items()),
         "quantized": repr("".join(side for side, on in (("x", emulated.x), ("w", emulated.w)) if on)),
         "rollout_only": repr(emulated.rollout_only),
-        "corrected": _fill(_CORRECTED[parsed.kind], {"parameter": str(parsed.parameter)}),
+        "corrected": _fill(_CORRECTED.get(parsed.kind, _BY_KERNEL), {"parameter": str(parsed.parameter or parsed)}),
     }
     return Snippet(framework, "python", f"{title}{note}{_fill(_TORCH_TEMPLATE, values)}")
 
@@ -231,6 +231,14 @@ def corrected(x):
 ''',
 }
 
+_BY_KERNEL = '''
+def corrected(x):
+    """$parameter, by the kernel that measured it: mxprobe must be installed where the job runs."""
+    from mxprobe_kernels import apply_correction
+
+    return apply_correction(x, "$parameter").to(x.dtype)
+'''
+
 _KNOBS: dict[tuple[str, CorrectionKind], tuple[str, str]] = {
     ("verl", CorrectionKind.NVFP4): (
         "yaml",
@@ -269,6 +277,14 @@ policy:
         "bash",
         """
 # Megatron with TransformerEngine (slime, miles): NVFP4 in place of MXFP4.
+--fp4-format e2m1 --fp4-recipe nvfp4
+""",
+    ),
+    ("megatron", CorrectionKind.NVFP4_4OVER6): (
+        "bash",
+        """
+# Megatron with TransformerEngine (slime, miles): NVFP4 with Four-over-Six by squared error, here and in the rollout.
+export NVTE_NVFP4_4OVER6=all NVTE_NVFP4_4OVER6_ERR_MODE=MSE FLASHINFER_NVFP4_4OVER6=1
 --fp4-format e2m1 --fp4-recipe nvfp4
 """,
     ),

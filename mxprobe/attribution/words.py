@@ -36,6 +36,11 @@ def correction_words(correction: str) -> str:
         CorrectionKind.OUTLIER_FALLBACK: f"outlier fallback (alpha {parameter})",
         CorrectionKind.HADAMARD: f"random Hadamard rotation ({parameter})",
         CorrectionKind.NVFP4: "NVFP4",
+        CorrectionKind.NVFP4_4OVER6: "NVFP4 with Four-over-Six",
+        CorrectionKind.MXFP4_4OVER6: "the better of two scales for each block",
+        CorrectionKind.HIF4: "HiF4",
+        CorrectionKind.MXFP6_E2M3: "MXFP6 (E2M3)",
+        CorrectionKind.MXFP6_E3M2: "MXFP6 (E3M2)",
         CorrectionKind.MXFP8: "MXFP8",
         CorrectionKind.KEEP_HIGH_PRECISION: "high precision",
     }[parsed.kind]

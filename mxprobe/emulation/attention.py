@@ -90,12 +90,7 @@ class InterceptAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self._on_product()
             return emulated_attention(*args, **kwargs, plan=self._plan, salt=self._salt)
-        if (
-            func in _PRODUCTS
-            and not kwargs
-            and all(t.dim() >= 3 for t in args)
-            and args[0].shape[:-2] == args[1].shape[:-2]
-        ):
+        if func in _PRODUCTS and not kwargs and _is_batched(*args):
             self._on_product()
             offset, self._offset = self._offset, _PV  # the first is q k^T
             return emulated_product(args[0], args[1].transpose(-2, -1), self._plan, self._salt + offset)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mxprobe.agent.recipes import CORRECTED, NONE, RULES, Call, candidates, infer_recipe, quantize
+from mxprobe.agent.recipes import CORRECTED, NONE, OTHER_FORMATS, RULES, Call, candidates, infer_recipe, quantize
 from mxprobe.attribution.measured import correction_of
 from mxprobe_kernels.formats import DEFAULT_WHATIFS
 
@@ -23,7 +23,7 @@ def run(call: Call, recipe_x: str, recipe_w: str) -> Call:
     return call._replace(y=y)
 
 
-@pytest.mark.parametrize("name", [*RULES, *CORRECTED])
+@pytest.mark.parametrize("name", [*RULES, *CORRECTED, *OTHER_FORMATS])
 @pytest.mark.parametrize("side", ["both", "x", "w"])
 def test_a_planted_recipe_is_found(call: Call, name: str, side: str):
     planted = (NONE if side == "w" else name, NONE if side == "x" else name)
@@ -33,7 +33,7 @@ def test_a_planted_recipe_is_found(call: Call, name: str, side: str):
     assert sums["realised2"] == pytest.approx(sums["predicted2"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", CORRECTED)
+@pytest.mark.parametrize("name", [*CORRECTED, *OTHER_FORMATS])
 def test_a_correction_of_one_operand_alone_is_found(call: Call, name: str):
     for planted in ((name, RULES[0]), (RULES[0], name)):
         recipe, sums = infer_recipe(run(call, *planted))
@@ -42,7 +42,7 @@ def test_a_correction_of_one_operand_alone_is_found(call: Call, name: str):
 
 
 def test_every_correction_that_can_be_recommended_is_recognised_once_it_is_on():
-    assert {correction_of(name) for name in (*RULES, *CORRECTED)} >= set(DEFAULT_WHATIFS)
+    assert {correction_of(name) for name in (*RULES, *CORRECTED, *OTHER_FORMATS)} >= set(DEFAULT_WHATIFS)
 
 
 def test_an_untouched_product_is_none(call: Call):
@@ -109,4 +109,5 @@ def test_each_recipe_is_tried_once():
     previous = ("mxfp4+floor", NONE)
     tried = list(candidates(previous))
     assert tried[0] == previous
-    assert len(tried) == len(set(tried)) == len((NONE, *RULES, *CORRECTED)) ** 2
+    others = len(OTHER_FORMATS) * (3 + 2 * len(RULES))  # with themselves, on one side alone, with each plain rule
+    assert len(tried) == len(set(tried)) == len((NONE, *RULES, *CORRECTED)) ** 2 + others

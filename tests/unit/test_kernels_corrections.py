@@ -36,6 +36,8 @@ NAMES = {
     "had:16": "RHT16",
     "had:32": "RHT32",
     "nvfp4": "NVFP4",
+    "nvfp4_4over6": "NVFP4+4/6",
+    "hif4": "HiF4",
 }
 
 
@@ -60,7 +62,8 @@ def test_error_energy_on_real_weights_is_that_of_the_table(module: str):
         w = weights.get_tensor(f"encoder.layer.{module[1:]}.weight")
     base, table = _energy(w, "rule:rceil"), _table()
     for correction, name in NAMES.items():
-        tolerance = 0.02 if correction.startswith("had") else 1e-4
+        # The table's HiF4 divides; the converter multiplies by bfloat16 reciprocals.
+        tolerance = 0.02 if correction.startswith("had") else 2e-3 if correction == "hif4" else 1e-4
         expected = table[f"minilm.{module}", name]
         assert _energy(w, correction) / base == pytest.approx(expected, rel=tolerance), correction
 

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from mxprobe_kernels import decompose, error_fields, quantize_dequantize
-from mxprobe_kernels.formats import FORMATS, Format, Rule, minifloat_grid
+from mxprobe_kernels.formats import FORMATS, Format, Rule, ScaleType, minifloat_grid
+from mxprobe_kernels.reference_formats import quantize
 from mxprobe_kernels.rounding import e2m1_code, round_to_grid
+
+ELEMENTS = {
+    6.0: ml_dtypes.float4_e2m1fn,
+    7.5: ml_dtypes.float6_e2m3fn,
+    28.0: ml_dtypes.float6_e3m2fn,
+    448.0: ml_dtypes.float8_e4m3fn,
+}
 
 
 def _draw(block: int, seed: int = 0) -> np.ndarray:
@@ -22,9 +30,11 @@ def _cast(z: np.ndarray, dtype: type, limit: float) -> np.ndarray:
 
 def _oracle(x: np.ndarray, format: Format) -> np.ndarray:
     """Q(x) by the casts of ml_dtypes, scales in float64; block scales by `rceil` where they are powers of two."""
+    if format.four_over_six or format.name == "hif4":
+        return quantize(x, format)
     blocks = x.reshape(64, -1, format.block).astype(np.float64)
     amax = np.abs(blocks).max(-1, keepdims=True)
-    if format.name in ("mxfp4", "mxfp8"):
+    if format.scale is ScaleType.E8M0:
         scale = np.exp2(np.ceil(np.log2(amax) - np.log2(format.qmax)))
     elif format.name == "nvfp4":
         tensor = np.float64(np.float32(amax.max()) / np.float32(448 * 6))
@@ -35,7 +45,7 @@ def _oracle(x: np.ndarray, format: Format) -> np.ndarray:
     if format.name == "int4_group":
         q = np.clip(np.rint(z), -7, 7)
     else:
-        element = ml_dtypes.float4_e2m1fn if format.qmax == 6 else ml_dtypes.float8_e4m3fn
+        element = ELEMENTS[format.qmax]
         # through float32, as ml_dtypes casts from it; z of these draws is no closer to a tie than float32 can tell
         q = _cast(z.astype(np.float32), element, format.qmax)
     return (q * scale).reshape(x.shape)
