@@ -189,20 +189,23 @@ def _show(summary: dict[str, Any], out: Console) -> None:
         out.print(table)
         out.print()
     if summary["calibration"]:
-        _show_calibration(summary["calibration"], out)
+        _show_calibration(summary["calibration"], summary["modules"].get("probed", 0), out)
     for name, count in summary["quantized"].items():
-        out.print(f"{count} weights are quantized already, as {escape(name)}: not decomposed")
+        counted = "1 weight is" if count == 1 else f"{count} weights are"
+        out.print(f"{counted} quantized already, as {escape(name)}: not decomposed")
     if summary["nonfinite"]:
         out.print(f"[red]non-finite values[/] in {escape(', '.join(summary['nonfinite']))}")
 
 
-def _show_calibration(found: dict[str, Any], out: Console) -> None:
+def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     inputs, activations = found["inputs"], found["activations"]
     said = f"{inputs['n_sequences']} of {inputs['n_available']} sequences, {inputs['n_tokens']:,} tokens"
     out.print(f"[bold]calibration[/]: {said}, through {escape(inputs['model'])}")
+    if inputs["n_modules"] < n_weights:
+        out.print(f"{inputs['n_modules']} of {n_weights} weights belong to Linears; the others stay in high precision")
     if activations:
         table = Table(box=None, pad_edge=False)
         table.add_column("all inputs of Linears")
