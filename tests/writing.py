@@ -50,7 +50,7 @@ def writing_process(base: Path, *, n_steps: int, every: int, until_table: str) -
     process = subprocess.Popen(command, env=environment, cwd=ROOT)
     try:
         deadline = time.monotonic() + 60
-        while not (directory / "live" / "rank=0" / f"{until_table}.arrows").exists():
+        while not (directory / "live" / "rank=0" / f"{until_table}-00000.arrows").exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)

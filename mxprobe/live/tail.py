@@ -9,9 +9,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mxprobe.errors import TraceError
 from mxprobe.trace import layout
-from mxprobe.trace.arrow import conform
+from mxprobe.trace.arrow import UNREADABLE, conform, damaged
 from mxprobe.trace.reader import read_run
 
 _MAX_BYTES_PER_POLL = 32 * 1024 * 1024
@@ -20,10 +19,11 @@ _MAX_BYTES_PER_POLL = 32 * 1024 * 1024
 
 @dataclass
 class _Position:
-    """How far one live file has been read."""
+    """How far a table of one rank has been read: rows in all, and bytes of the live file of that number."""
 
-    offset: int = 0
     n_rows: int = 0
+    number: int = 0
+    offset: int = 0
     schema: Any = None
 
 
@@ -47,12 +47,15 @@ class TraceTail:
         """(table, rank, new rows) with the columns asked for. Incomplete batches are left for the next poll."""
         found: list[tuple[str, int, pd.DataFrame]] = []
         self.is_behind = False
-        for table, rank, path in layout.live_files(self.directory):
-            if table in self._columns and not self._has_part(table, rank):
-                found.extend(self._frames(table, rank, self._read_live(table, rank, path)))
         for table in self._columns:
-            for rank in dict.fromkeys(rank for rank, _ in layout.part_files(self.directory, table)):
-                found.extend(self._frames(table, rank, self._read_parts(table, rank)))
+            live, parts = layout.fresh_live_files(self.directory, table)
+            for rank in dict.fromkeys(rank for rank, _ in parts):
+                paths = [path for part_rank, path in parts if part_rank == rank]
+                found.extend(self._frames(table, rank, self._read_parts(table, rank, paths)))
+            for file in live:
+                if self.is_behind:
+                    break  # a later file of the same rank is read after this one
+                found.extend(self._frames(table, file.rank, self._read_live(file)))
         if self._stamp() != self._run_stamp:
             self.run, self.problems = read_run(self.directory)
             self._run_stamp = self._stamp()
@@ -71,12 +74,16 @@ class TraceTail:
             data = conform(pa.concat_tables(pieces), table).select(list(self._columns[table]))
             yield table, rank, data.to_pandas()
 
-    def _read_live(self, table: str, rank: int, path: Path) -> Iterator[Any]:
-        position = self._positions.setdefault((table, rank), _Position())
+    def _read_live(self, file: layout.LiveFile) -> Iterator[Any]:
+        position = self._positions.setdefault((file.table, file.rank), _Position())
+        if file.number < position.number:
+            return  # read to its end; its part is late because the disk was full
+        if file.number > position.number:
+            position.number, position.offset, position.schema = file.number, 0, None
         try:
-            with open(path, "rb") as file:
-                file.seek(position.offset)
-                data = file.read(_MAX_BYTES_PER_POLL)
+            with open(file.path, "rb") as stream:
+                stream.seek(position.offset)
+                data = stream.read(_MAX_BYTES_PER_POLL)
                 self.is_behind |= len(data) == _MAX_BYTES_PER_POLL
         except FileNotFoundError:
             return
@@ -96,30 +103,21 @@ class TraceTail:
                 yield pa.Table.from_batches([batch])
         position.offset += end
 
-    def _read_parts(self, table: str, rank: int) -> Iterator[Any]:
+    def _read_parts(self, table: str, rank: int, paths: Sequence[Path]) -> Iterator[Any]:
         """Rows of the parts beyond those that were read live: parts hold the live rows in their order."""
         position = self._positions.setdefault((table, rank), _Position())
-        paths = [path for part_rank, path in layout.part_files(self.directory, table) if part_rank == rank]
         skip = position.n_rows
         for path in paths:
             try:
                 file = pq.ParquetFile(path)
                 n_rows = file.metadata.num_rows
                 data = file.read(columns=list(self._columns[table])).slice(skip) if skip < n_rows else None
-            except (pa.ArrowInvalid, OSError) as error:
-                raise TraceError(
-                    f"cannot read {path}: {error}",
-                    cause="the file is damaged or was copied in part",
-                    remedy="copy the trace again",
-                ) from None
+            except UNREADABLE as error:
+                raise damaged(path, error) from None
             if data is not None:
                 position.n_rows += data.num_rows
                 yield data
             skip = max(skip - n_rows, 0)
-
-    def _has_part(self, table: str, rank: int) -> bool:
-        """True while a live file and the part made of it are both there: the part is the one to read."""
-        return any(part_rank == rank for part_rank, _ in layout.part_files(self.directory, table))
 
     def _stamp(self) -> int:
         try:

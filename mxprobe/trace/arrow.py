@@ -38,6 +38,16 @@ def damaged(path: Path, error: Exception) -> TraceError:
     )
 
 
+def check_readable(data: Any) -> None:
+    """Follow every offset and decode every name of a table or batch once, so that later use cannot stumble.
+
+    Raises:
+        one of `UNREADABLE`.
+    """
+    data.validate(full=True)
+    _ = data.schema.names
+
+
 def columns_of(table: str) -> dict[str, str]:
     """Column name -> type name of a table. TraceError when the schema has no such table."""
     if table not in TABLES:

@@ -4,6 +4,7 @@ A piece is a row group of a Parquet part or as many batches of a live file. What
 statistics of its `step` column before anything is decoded.
 """
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from . import layout
-from .arrow import UNREADABLE, conform, damaged
-from .compaction import covered_batches
+from .arrow import UNREADABLE, check_readable, conform, damaged
 from .live import LiveStream
 
 ROWS_PER_CHUNK = 65_536
@@ -32,21 +32,15 @@ def chunks(
         TraceError: a file is damaged, or holds another type than the schema says.
     """
     wanted = {*columns, "step"} if steps is not None else set(columns)
-    # Compaction may run meanwhile. The live files that are there now hold all that these parts do not; one that is
-    # gone when its turn comes has become a new part.
-    live = [(rank, path) for name, rank, path in layout.live_files(directory) if name == table]
-    parts = layout.part_files(directory, table)
-    covered = {rank: covered_batches(directory, table, rank) for rank, _ in live}
+    live, parts = layout.fresh_live_files(directory, table)
     for rank, path in parts:
         yield from _of_part(path, table, wanted, rank, steps)
-    for rank, path in live:
+    for file in live:
         try:
-            for piece in _of_live(path, table, wanted, covered[rank]):
-                yield from _finished(piece, rank, steps)
-        except FileNotFoundError:
-            for new_rank, part in layout.part_files(directory, table):
-                if new_rank == rank and (rank, part) not in parts:
-                    yield from _of_part(part, table, wanted, rank, steps)
+            for piece in _of_live(file.path, table, wanted):
+                yield from _finished(piece, file.rank, steps)
+        except FileNotFoundError:  # compacted meanwhile
+            yield from _of_part(layout.part_of(directory, file), table, wanted, file.rank, steps)
 
 
 def count_rows(directory: Path, table: str) -> int:
@@ -78,6 +72,7 @@ def _of_part(path: Path, table: str, columns: set[str], rank: int, steps: Sequen
                 return
             try:
                 data = pending.pop().result()
+                check_readable(data)
             except UNREADABLE as error:
                 raise damaged(path, error) from None
             if following is not None:
@@ -92,12 +87,10 @@ def _has_steps(bounds: tuple[int, int] | None, steps: Sequence[range] | None) ->
     return any(each.start <= bounds[1] and bounds[0] < each.stop for each in steps)
 
 
-def _of_live(path: Path, table: str, columns: set[str], skipped: int) -> Iterator[Any]:
+def _of_live(path: Path, table: str, columns: set[str]) -> Iterator[Any]:
     pending: list[Any] = []
     n_pending = 0
-    for index, batch in enumerate(LiveStream(path)):
-        if index < skipped:
-            continue
+    for batch in LiveStream(path):
         pending.append(batch)
         n_pending += batch.num_rows
         if n_pending >= ROWS_PER_CHUNK:
@@ -120,16 +113,19 @@ def _finished(data: Any, rank: int, steps: Sequence[range] | None) -> Iterator[A
 
 def _open(path: Path) -> Any:
     try:
-        return pq.ParquetFile(path)
+        file = pq.ParquetFile(path)
+        _ = file.schema_arrow.names  # decoded here, where it may fail
+        return file
     except UNREADABLE as error:
         raise damaged(path, error) from None
 
 
 def _bounds(file: Any, group: int) -> tuple[int, int] | None:
-    """Least and largest step of a row group by its statistics."""
+    """Least and largest step of a row group by its statistics; None where there are none to be had."""
     metadata = file.metadata.row_group(group)
-    for index in range(metadata.num_columns):
-        column = metadata.column(index)
-        if column.path_in_schema == "step" and column.statistics is not None and column.statistics.has_min_max:
-            return int(column.statistics.min), int(column.statistics.max)
+    with contextlib.suppress(*UNREADABLE):  # reading the group will say what is wrong with it
+        for index in range(metadata.num_columns):
+            column = metadata.column(index)
+            if column.path_in_schema == "step" and column.statistics is not None and column.statistics.has_min_max:
+                return int(column.statistics.min), int(column.statistics.max)
     return None

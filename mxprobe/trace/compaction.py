@@ -1,11 +1,11 @@
 """Live Arrow streams -> Parquet parts, so that a crash at any moment neither loses nor doubles a row.
 
-A part is written under a dot-name, fsynced and renamed, and carries in its metadata how many batches of the
-live file it holds; the live file goes last. A reader that finds both skips so many batches.
+A part holds one live file, whole. It is written under a dot-name, fsynced and renamed; the live file goes last.
+A reader that finds both reads the part.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 from mxprobe.errors import TraceError
 
 from . import layout
-from .arrow import UNREADABLE, columns_of, conform, damaged, table_schema
+from .arrow import columns_of, conform, table_schema
 from .live import LiveStream
 
-BATCHES_KEY = b"mxprobe.batches"
 ROWS_PER_GROUP = 65_536
 
 
@@ -49,14 +48,8 @@ def compact(directory: Path | str) -> None:
 
 def compact_live(directory: Path) -> None:
     """Turn every live file into a Parquet part and remove it. The caller holds the writer's lock."""
-    for table, rank, path in layout.live_files(directory):
-        stream = LiveStream(path)
-        fresh = _skip(stream, covered_batches(directory, table, rank))
-        _write_part(directory, table, rank, fresh, stream)
-        if stream.is_cut:
-            path.replace(path.with_suffix(".cut"))  # what cannot be read is kept for whoever can
-        else:
-            path.unlink()
+    for file in layout.live_files(directory):
+        compact_file(directory, file)
     for folder in (directory / layout.LIVE_DIRECTORY).glob("rank=*"):
         if not any(folder.iterdir()):
             folder.rmdir()
@@ -65,29 +58,25 @@ def compact_live(directory: Path) -> None:
         live.rmdir()
 
 
-def covered_batches(directory: Path, table: str, rank: int) -> int:
-    """How many leading batches of a live file its Parquet parts already hold."""
-    total = 0
-    for part_rank, path in layout.part_files(directory, table):
-        if part_rank == rank:
-            try:
-                metadata = pq.read_metadata(path).metadata or {}
-                total += int(metadata.get(BATCHES_KEY, b"0"))
-            except UNREADABLE as error:
-                raise damaged(path, error) from None
-    return total
+def compact_file(directory: Path, file: layout.LiveFile) -> None:
+    """Turn one live file, which nobody writes any more, into its part and remove it.
+
+    Raises:
+        OSError: the disk takes no more; the live file is as it was.
+    """
+    part = layout.part_of(directory, file)
+    if part.exists():
+        file.path.unlink()
+        return
+    stream = LiveStream(file.path)
+    _write_part(part, file.table, stream)
+    if stream.is_cut:
+        file.path.replace(file.path.with_suffix(".cut"))  # what cannot be read is kept for whoever can
+    else:
+        file.path.unlink()
 
 
-def _skip(stream: LiveStream, count: int) -> Iterator[Any]:
-    for index, batch in enumerate(stream):
-        if index >= count:
-            yield batch
-
-
-def _write_part(directory: Path, table: str, rank: int, batches: Iterator[Any], stream: LiveStream) -> None:
-    covered = covered_batches(directory, table, rank)
-    number = sum(part_rank == rank for part_rank, _ in layout.part_files(directory, table))
-    final = layout.part_path(directory, table, rank, number)
+def _write_part(final: Path, table: str, batches: Iterable[Any]) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.name}.tmp")
     kinds = columns_of(table)
@@ -110,7 +99,6 @@ def _write_part(directory: Path, table: str, rank: int, batches: Iterator[Any], 
                         pending, n_pending = [], 0
                 if pending:
                     writer.write_table(conform(pa.Table.from_batches(pending), table))
-                writer.add_key_value_metadata({BATCHES_KEY: str(max(stream.n_batches - covered, 0)).encode()})
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, final)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mxprobe.schema import TABLES
 
@@ -17,23 +17,52 @@ SCHEMA_MINOR = 0
 """Counts additions that an older reader can ignore; `schema.SCHEMA_VERSION` counts changes it cannot."""
 
 
-def live_path(directory: Path, table: str, rank: int) -> Path:
-    return directory / LIVE_DIRECTORY / f"rank={rank}" / f"{table}.arrows"
+class LiveFile(NamedTuple):
+    """A stream of record batches, which becomes the Parquet part of the same table, rank and number, whole."""
+
+    table: str
+    rank: int
+    number: int
+    path: Path
+
+
+def live_path(directory: Path, table: str, rank: int, number: int = 0) -> Path:
+    return directory / LIVE_DIRECTORY / f"rank={rank}" / f"{table}-{number:05d}.arrows"
 
 
 def part_path(directory: Path, table: str, rank: int, number: int) -> Path:
     return directory / table / f"rank={rank}" / f"part-{number:05d}.parquet"
 
 
-def live_files(directory: Path) -> list[tuple[str, int, Path]]:
-    """(table, rank, path) of each live file, in the order of the schema, then by rank."""
-    found = [
-        (path.stem, rank, path)
-        for path in (directory / LIVE_DIRECTORY).glob("rank=*/*.arrows")
-        if path.stem in TABLES and (rank := rank_of(path.parent)) is not None
-    ]
+def live_files(directory: Path) -> list[LiveFile]:
+    """Each live file, in the order of the schema, then by rank and number.
+
+    One whose part is there too is a leftover: its writer stopped, or was stopped, before it could remove it.
+    """
     order = list(TABLES)
-    return sorted(found, key=lambda item: (order.index(item[0]), item[1]))
+    found: list[LiveFile] = []
+    for path in (directory / LIVE_DIRECTORY).glob("rank=*/*.arrows"):
+        table, _, digits = path.stem.partition("-")
+        rank = rank_of(path.parent)
+        if table in TABLES and digits.isdecimal() and rank is not None:
+            found.append(LiveFile(table, rank, int(digits), path))
+    return sorted(found, key=lambda file: (order.index(file.table), file.rank, file.number))
+
+
+def fresh_live_files(directory: Path, table: str) -> tuple[list[LiveFile], list[tuple[int, Path]]]:
+    """The live files of a table that no part holds yet, and its parts: together each row once.
+
+    In this order because a live file may become a part meanwhile, and never the other way round.
+    """
+    live = [file for file in live_files(directory) if file.table == table]
+    parts = part_files(directory, table)
+    held = {path for _, path in parts}
+    return [file for file in live if part_of(directory, file) not in held], parts
+
+
+def part_of(directory: Path, file: LiveFile) -> Path:
+    """The part that a live file becomes."""
+    return part_path(directory, file.table, file.rank, file.number)
 
 
 def cut_files(directory: Path) -> list[Path]:

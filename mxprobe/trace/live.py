@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from .arrow import UNREADABLE, damaged
+from .arrow import UNREADABLE, check_readable, damaged
 
 
 class LiveStream:
@@ -43,7 +43,7 @@ class LiveStream:
                 end_of_last = file.tell()
                 try:
                     batch = stream.read_next_batch()
-                    batch.validate(full=True)  # offsets that point outside would be followed
+                    check_readable(batch)
                 except StopIteration:
                     self.is_cut = False
                     return

@@ -15,9 +15,8 @@ from mxprobe.errors import TraceError
 from mxprobe.schema import SCHEMA_VERSION, TABLES
 
 from . import layout
-from .arrow import UNREADABLE, conform, damaged, select, table_schema
+from .arrow import UNREADABLE, check_readable, conform, damaged, select, table_schema
 from .chunks import chunks
-from .compaction import covered_batches
 from .live import LiveStream
 
 
@@ -72,6 +71,10 @@ class Trace:
         """Log-probabilities of sampled tokens by rollout and trainer, per probed step and stratum."""
         return self.table("rollouts")
 
+    def layers(self) -> pd.DataFrame:
+        """Differences of the residual stream per step, block and comparison."""
+        return self.table("layers")
+
     def signals(self) -> pd.DataFrame:
         """The metrics the framework logged, by canonical name."""
         return self.table("signals")
@@ -120,9 +123,8 @@ class Trace:
             found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
         elif not self.is_complete and (self.run or layout.live_files(self.directory)):
             found.append(f"The writer died before closing the trace; {self._last_row()}.")
-        live = {table for table, _, _ in layout.live_files(self.directory)}
-        for table in live:
-            self._n_rows(table)
+        for file in layout.live_files(self.directory):
+            self._n_rows(file.table)
         found.extend(self._cuts[table] for table in sorted(self._cuts))
         found.extend(
             f"{path.relative_to(self.directory)} holds what could not be read of a live file when it became Parquet."
@@ -153,24 +155,22 @@ class Trace:
 
     def arrow(self, name: str, columns: Collection[str] | None = None) -> Any:
         """The same rows as a `pa.Table`, read anew: for those who need whole columns and no frame."""
-        # Live files first: if compaction runs meanwhile, the part that appears says how many batches to skip.
-        live = [(rank, LiveStream(path)) for table, rank, path in layout.live_files(self.directory) if table == name]
-        live_batches: list[tuple[int, list[Any]]] = []
-        for rank, stream in live:
+        live, parts = layout.fresh_live_files(self.directory, name)
+        pieces = [(rank, _read_part(path, name, columns)) for rank, path in parts]
+        for file in live:
+            stream = LiveStream(file.path)
             try:
-                live_batches.append((rank, list(stream)))
-            except FileNotFoundError:
+                batches = list(stream)
+            except FileNotFoundError:  # compacted meanwhile
+                pieces.append((file.rank, _read_part(layout.part_of(self.directory, file), name, columns)))
                 continue
             if stream.is_cut and not self._is_live:
-                self._cuts[f"{name}/{rank}"] = (
-                    f"The live file of {name}, rank {rank}, is cut after {stream.n_batches} batches; the rest of it "
-                    "cannot be read."
+                self._cuts[file.path.name + str(file.rank)] = (
+                    f"The live file of {name}, rank {file.rank}, is cut after {stream.n_batches} batches; the rest of "
+                    "it cannot be read."
                 )
-        pieces = [(rank, _read_part(path, name, columns)) for rank, path in layout.part_files(self.directory, name)]
-        for rank, batches in live_batches:
-            fresh = batches[covered_batches(self.directory, name, rank) :]
-            if fresh:
-                pieces.append((rank, conform(pa.Table.from_batches(fresh), name, columns)))
+            if batches:
+                pieces.append((file.rank, conform(pa.Table.from_batches(batches), name, columns)))
         empty = select(table_schema(name), columns).empty_table()
         tables = [
             piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
@@ -250,6 +250,7 @@ def _schema_problems(directory: Path, run: dict[str, Any]) -> list[str]:
 def _read_part(path: Path, table: str, columns: Collection[str] | None) -> Any:
     try:
         data = pq.ParquetFile(path).read(columns=None if columns is None else list(columns))
+        check_readable(data)
     except UNREADABLE as error:
         raise damaged(path, error) from None
     return conform(data, table, columns)

@@ -1,5 +1,6 @@
 """The one writer of a trace: every appended batch is on disk, whole, before `append` returns."""
 
+import contextlib
 import os
 import threading
 import time
@@ -16,7 +17,10 @@ from mxprobe.schema import SCHEMA_VERSION
 
 from . import layout
 from .arrow import columns_of, live_schema
-from .compaction import compact_live
+from .compaction import compact_file, compact_live
+
+ROTATE_BYTES = 64 * 1024 * 1024
+"""A live file of this size becomes a Parquet part, some five times smaller, and the next one is begun."""
 
 
 class TraceWriter:
@@ -28,12 +32,13 @@ class TraceWriter:
     Args:
         directory: created if missing; other files in it are left alone.
         run: facts about the run for `run.json`, any JSON values.
+        rotate_bytes: size at which a live file becomes a Parquet part.
 
     Raises:
         TraceError: the directory already holds a trace, or cannot be written.
     """
 
-    def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, run: Mapping[str, Any], *, rotate_bytes: int = ROTATE_BYTES) -> None:
         self.directory = Path(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +58,9 @@ class TraceWriter:
             )
         self._lock_descriptor = lock
         self._mutex = threading.Lock()
+        self._rotate_bytes = rotate_bytes
         self._files: dict[tuple[str, int], int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
         self._closed = False
         self._run: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
@@ -83,6 +90,8 @@ class TraceWriter:
             if descriptor is None:
                 descriptor = self._files[table, rank] = self._open(table, rank)
             self._write(descriptor, batch.serialize(), table)
+            if os.lseek(descriptor, 0, os.SEEK_CUR) >= self._rotate_bytes:
+                self._rotate(table, rank)
 
     def update_run(self, **fields: Any) -> None:
         """Set fields of `run.json`; the file is replaced at once. TraceError if the disk takes no more."""
@@ -141,8 +150,17 @@ class TraceWriter:
             remedy="free some space; every row written before is readable in the live files, as they are",
         )
 
+    def _rotate(self, table: str, rank: int) -> None:
+        """Whoever waits for this batch waits for the part: their rows are safe, only the answer is late."""
+        os.close(self._files.pop((table, rank)))
+        number = self._numbers.get((table, rank), 0)
+        self._numbers[table, rank] = number + 1
+        path = layout.live_path(self.directory, table, rank, number)
+        with contextlib.suppress(OSError):  # a full disk: the live file stays, and is read as it is
+            compact_file(self.directory, layout.LiveFile(table, rank, number, path))
+
     def _open(self, table: str, rank: int) -> int:
-        path = layout.live_path(self.directory, table, rank)
+        path = layout.live_path(self.directory, table, rank, self._numbers.get((table, rank), 0))
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._write(descriptor, live_schema(table).serialize(), table)

@@ -74,7 +74,7 @@ def test_a_scan_killed_outright_is_continued(tmp_path: Path) -> None:
     trace = tmp_path / "t.mxprobe"
     command = [sys.executable, "-m", "mxprobe", "scan", str(MINILM), "-o", str(trace), "--include", "encoder.*"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    live = trace / "live" / "rank=0" / "modules.arrows"
+    live = trace / "live" / "rank=0" / "modules-00000.arrows"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and len(open_trace(trace).modules()) < 8 if live.exists() else True:
         assert process.poll() is None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,29 +23,39 @@ import time
 from pathlib import Path
 from mxprobe.trace import TraceWriter
 
-writer = TraceWriter(Path(sys.argv[1]), {"from": "a process that will be killed"})
+writer = TraceWriter(Path(sys.argv[1]), {"from": "a process that will be killed"}, rotate_bytes=int(sys.argv[2]))
 step = 0
 while True:
     writer.append("tensors", {"step": [step] * 8, "module": [f"m{i}" for i in range(8)], "sum_e2": [0.5] * 8})
     writer.append("events", {"step": [step], "kind": ["x"]}, rank=1)
     print(step, flush=True)
     step += 1
-    time.sleep(0.002)
+    time.sleep(0.001)
 """
 
 
-@pytest.mark.parametrize("acknowledged", [1, 40])
-def test_kill_9_loses_nothing_that_append_returned_for(tmp_path: Path, acknowledged: int) -> None:
-    directory = tmp_path / "run.mxprobe"
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    with writer.stdout as lines:
+def killed(directory: Path, *, acknowledged: int, rotate_bytes: int = 2**26) -> int:
+    """Kill a writer once it has said so many steps are written; returns the last step that it said was."""
+    with writing(directory, rotate_bytes) as writer:
+        assert writer.stdout is not None
         last = -1
         while last < acknowledged:
-            last = int(lines.readline())
+            last = int(writer.stdout.readline())
         os.kill(writer.pid, signal.SIGKILL)
-        last = max([last, *(int(line) for line in lines if line.endswith("\n"))])
-    writer.wait()
+        return max([last, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+
+
+@contextmanager
+def writing(directory: Path, rotate_bytes: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", WRITER, str(directory), str(rotate_bytes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            yield writer
+        finally:
+            writer.kill()
+
+
+def check_nothing_lost(directory: Path, last: int) -> None:
     for finish in (False, True):
         if finish:
             compact(directory)
@@ -54,11 +68,28 @@ def test_kill_9_loses_nothing_that_append_returned_for(tmp_path: Path, acknowled
         assert any("writer died" in problem for problem in trace.problems)
 
 
+@pytest.mark.parametrize(("acknowledged", "rotate_bytes"), [(1, 2**26), (40, 2**26), (40, 20_000)])
+def test_kill_9_loses_nothing_that_append_returned_for(tmp_path: Path, acknowledged: int, rotate_bytes: int) -> None:
+    last = killed(tmp_path / "run.mxprobe", acknowledged=acknowledged, rotate_bytes=rotate_bytes)
+    check_nothing_lost(tmp_path / "run.mxprobe", last)
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment(tmp_path: Path) -> None:
+    """In the writer's first batches, between them, while a live file becomes a part. `MXPROBE_KILLS=500` for more."""
+    rng = random.Random(0)
+    for attempt in range(int(os.environ.get("MXPROBE_KILLS", "25"))):
+        directory = tmp_path / f"{attempt}.mxprobe"
+        rotate_bytes = rng.choice([1, 5_000, 20_000, 2**26])
+        last = killed(directory, acknowledged=rng.randrange(60), rotate_bytes=rotate_bytes)
+        check_nothing_lost(directory, last)
+        shutil.rmtree(directory)
+
+
 def test_a_reader_beside_a_writer_sees_whole_batches(tmp_path: Path) -> None:
     directory = tmp_path / "run.mxprobe"
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    try:
+    with writing(directory, rotate_bytes=20_000) as writer:
+        assert writer.stdout is not None
         writer.stdout.readline()
         for _ in range(10):
             for _ in range(5):
@@ -68,9 +99,6 @@ def test_a_reader_beside_a_writer_sees_whole_batches(tmp_path: Path) -> None:
             assert set(counts) == {8}
             assert len(counts) > last
             assert trace.problems == [f"The trace is still being written, by process {writer.pid}."]
-    finally:
-        writer.kill()
-        writer.communicate()
 
 
 def test_duckdb_reads_it_as_it_is(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_exit_codes_of_wrong_use(trace: Path, tmp_path: Path) -> None:
 
 def test_a_cut_trace_is_checked_and_said_to_be_cut(tmp_path: Path) -> None:
     cut = write_trace(tmp_path / "cut.mxprobe", frames(), close=False)
-    path = cut / "live" / "rank=0" / "tensors.arrows"
+    path = cut / "live" / "rank=0" / "tensors-00000.arrows"
     path.write_bytes(path.read_bytes()[:-100])
     result = check(cut, "--set", "max_dropped=0")
     assert result.exit_code == 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -69,6 +70,15 @@ def read_all(directory: Path) -> int:
     return n_rows
 
 
+def read_or_words(directory: Path) -> int:
+    try:
+        return read_all(directory)
+    except TraceError as error:
+        words = str(error)
+    assert "likely cause" in words
+    return 0
+
+
 @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_damaged_trace_is_read_or_refused_with_words(
@@ -80,15 +90,10 @@ def test_a_damaged_trace_is_read_or_refused_with_words(
     try:
         for name in data.draw(st.lists(st.sampled_from(files_of(directory)), min_size=1, max_size=3, unique=True)):
             damage(data, directory / name)
-        try:
-            # A flipped bit of a value is read as a value: neither Arrow nor Parquet keeps checksums.
-            assert read_all(directory) <= 2 * n_rows
-        except TraceError as error:
-            assert str(directory) in str(error) or "table" in str(error)
-        try:
+        # A flipped bit of a value is read as a value: neither Arrow nor Parquet keeps checksums.
+        assert read_or_words(directory) <= 2 * n_rows
+        with contextlib.suppress(TraceError):
             compact(directory)
-            read_all(directory)
-        except TraceError:
-            pass
+        assert read_or_words(directory) <= 2 * n_rows
     finally:
         shutil.rmtree(directory)

@@ -118,6 +118,20 @@ def test_half_a_batch_waits_for_its_other_half(tmp_path: Path) -> None:
         assert rows["step"].tolist() == [7]
 
 
+def test_rows_are_read_once_while_live_files_become_parts(tmp_path: Path) -> None:
+    directory = tmp_path / "run.mxprobe"
+    seen: list[int] = []
+    with TraceWriter(directory, {}, rotate_bytes=4000) as writer:
+        tail = TraceTail(directory, COLUMNS)
+        for step in range(60):
+            writer.append("signals", {"step": [step], "metric": ["x" * 100], "value": [0.5]})
+            if step % 7 == 0:
+                seen += [int(each) for _, _, rows in tail.poll() for each in rows["step"]]
+        assert len(layout.part_files(directory, "signals")) > 2
+    seen += [int(each) for _, _, rows in tail.poll() for each in rows["step"]]
+    assert seen == list(range(60))
+
+
 def test_the_table_holds_the_last_step_of_each_operand() -> None:
     tables = frames(n_layers=1, n_steps=60)
     state = LiveState()

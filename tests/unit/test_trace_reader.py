@@ -111,21 +111,6 @@ def test_a_crash_between_part_and_removal_doubles_no_row(abandoned: Path) -> Non
     assert len(open_trace(abandoned).events()) == 2 * N_BATCHES
 
 
-def test_rows_written_after_a_part_are_added_to_it(abandoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that covers the first batches of a live file that goes on: what background compaction leaves."""
-    live = live_events(abandoned).read_bytes()
-    boundary = live.rindex(b"\xff\xff\xff\xff")
-    live_events(abandoned).write_bytes(live[:boundary])
-    compact(abandoned)
-    live_events(abandoned).parent.mkdir(parents=True)
-    live_events(abandoned).write_bytes(live)
-    steps = [step for step in range(N_BATCHES) for _ in "ab"]
-    assert open_trace(abandoned).events()["step"].tolist() == steps
-    compact(abandoned)
-    assert open_trace(abandoned).events()["step"].tolist() == steps
-    assert len(layout.part_files(abandoned, "events")) == 2
-
-
 def test_large_tables_are_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "ROWS_PER_GROUP", 10)
     with TraceWriter(tmp_path / "t", {}) as writer:
@@ -249,7 +234,12 @@ def test_frames_are_independent(abandoned: Path) -> None:
 
 
 def test_files_that_are_not_ours_are_ignored(abandoned: Path) -> None:
-    for name in ("live/rank=x/events.arrows", "live/rank=0/secrets.arrows", "events/rank=-1/part-00000.parquet"):
+    for name in (
+        "live/rank=x/events-00000.arrows",
+        "live/rank=0/secrets-00000.arrows",
+        "live/rank=0/events-x.arrows",
+        "events/rank=-1/part-00000.parquet",
+    ):
         path = abandoned / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"?")

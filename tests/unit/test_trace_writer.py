@@ -207,3 +207,27 @@ def test_no_rows_make_no_file(directory: Path) -> None:
     with TraceWriter(directory, {}) as writer:
         writer.append("events", {name: [] for name, _ in TABLES["events"]})
         assert not (directory / "live").exists()
+
+
+def test_a_live_file_that_has_grown_becomes_a_part(directory: Path) -> None:
+    with TraceWriter(directory, {}, rotate_bytes=4000) as writer:
+        for step in range(42):
+            writer.append("events", {"step": [step], "kind": ["x" * 100]}, rank=1)
+            assert open_trace(directory).events()["step"].tolist() == list(range(step + 1))
+        parts = len(layout.part_files(directory, "events"))
+        assert parts > 3
+        assert [file.number for file in layout.live_files(directory)] == [parts]
+    assert open_trace(directory).events()["step"].tolist() == list(range(42))
+
+
+def test_a_part_that_cannot_be_made_stays_a_live_file(directory: Path) -> None:
+    with TraceWriter(directory, {}, rotate_bytes=1) as writer:
+        in_the_way = directory / "events"
+        in_the_way.write_text("")
+        for step in range(3):
+            writer.append("events", event(step))
+        assert len(layout.live_files(directory)) == 3
+        assert open_trace(directory).events()["step"].tolist() == [0, 1, 2]
+        in_the_way.unlink()
+    assert open_trace(directory).events()["step"].tolist() == [0, 1, 2]
+    assert len(layout.part_files(directory, "events")) == 3
