@@ -64,23 +64,23 @@ class _Agent:
             if frame is None or frame["verb"] != "attach":
                 return
             config = protocol.AgentConfig.from_json(frame["config"])
-            if not _wait_for_torch(config.torch_wait_s):
+            has_torch = _wait_for_torch(config.torch_wait_s)
+            if not has_torch and not _logs():
                 failed = {"verb": "failed", "reason": "no_torch", "detail": "torch is not among the imported modules"}
                 protocol.send_frame(sock, failed)
                 return
             sock.settimeout(None)
-            self._serve(config)
+            self._serve(config, has_torch=has_torch)
         finally:
             self._finished.set()
             atexit.unregister(self._at_exit)
             sock.close()
 
-    def _serve(self, config: protocol.AgentConfig) -> None:
-        from mxprobe.agent.session import Session
+    def _serve(self, config: protocol.AgentConfig, *, has_torch: bool) -> None:
         from mxprobe.agent.transport import Transport
 
         transport = Transport(self._sock)
-        session = Session(config, transport)
+        session = _session(config, transport) if has_torch else _listening(transport)
         atexit.register(self._at_exit)
         try:
             self._watch(config, session, transport)
@@ -97,6 +97,7 @@ class _Agent:
             while not session.gone.is_set():
                 if selector.select(_POLL_S):
                     self._receive(session, transport)
+                session.tick()
                 now = time.monotonic()
                 if self._exiting:
                     self._lost = "exit"
@@ -168,6 +169,27 @@ class _Agent:
         """The interpreter ends: let the agent's thread send what it has, for a bounded time."""
         self._exiting = True
         self._finished.wait(EXIT_PATIENCE_S)
+
+
+def _session(config: protocol.AgentConfig, transport: Any) -> Any:
+    load_all = vars(sys.modules["mxprobe"]).get("_load_all")
+    if load_all is not None:
+        load_all()
+    from mxprobe.agent.session import Session
+
+    return Session(config, transport)
+
+
+def _listening(transport: Any) -> Any:
+    from mxprobe.agent.listening import Listening
+
+    return Listening(transport)
+
+
+def _logs() -> bool:
+    from mxprobe.agent.signals import any_sink
+
+    return any_sink()
 
 
 def _hello(token: str) -> dict[str, Any]:

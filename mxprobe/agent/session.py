@@ -34,7 +34,7 @@ from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
-from mxprobe.agent.signals import NO_STEP, SignalTaps
+from mxprobe.agent.signals import NO_STEP, SignalTaps, any_sink
 from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.tokens import Measurements, TokenTaps
 from mxprobe.agent.transport import Transport
@@ -43,6 +43,8 @@ from mxprobe.protocol import AgentConfig
 
 SNAPSHOT_BYTES = 1 << 30
 """Copies held at once; modules that do not fit into one probed step take turns."""
+METRICS = "metrics"
+"""Role of a process that is listened to for its signals alone."""
 FOREIGN_STEPS = 4
 """Steps of another optimizer of the model, without one of ours, after which that one marks the boundaries."""
 
@@ -102,7 +104,12 @@ class Session:
         with self._lock:
             if self.state is not State.OBSERVING:
                 return None
+            if self.role == METRICS:
+                return None
             seen = self._watch.describe()
+            if not self._watch.with_grad and not self._watch.without_grad and any_sink():
+                self._listen()
+                return None
             if self._watch.with_grad or not self._watch.without_grad:
                 self._remove("no_step")
                 return {"reason": "no_step", "detail": seen}
@@ -114,6 +121,17 @@ class Session:
             roots = {id(m) for m in outermost(models)}
             self._watch.on_enter = lambda module: self._on_serving_enter(module, roots)
         return None
+
+    def tick(self) -> None:
+        """A moment of the agent's thread."""
+        if self.role == METRICS and self.state is State.OBSERVING:
+            self._signals.ensure_wrapped()
+
+    def _listen(self) -> None:
+        """A process that logs and runs no model: its signals alone, until it takes a step after all."""
+        self.role = METRICS
+        self._signals.ensure_wrapped()
+        self.worker.put(lambda: self._announce([]))
 
     def ask_detach(self, reason: str) -> None:
         """Take the hooks out at the next boundary; at once where none are in yet."""
@@ -189,6 +207,7 @@ class Session:
         with self._lock:
             if self.state is State.GONE:
                 return
+            self.role = "trainer"
             self._optimizer = weakref.ref(optimizer)
             base = completed_steps(optimizer)
             if base is not None:
@@ -229,7 +248,8 @@ class Session:
 
     def _announce(self, roots: list[str]) -> None:
         """In the worker, after the step count is known."""
-        self._event("attached", f"{self.role}: {', '.join(roots)}; {len(self._probes)} modules", 0)
+        what = f"{', '.join(roots)}; {len(self._probes)} modules" if roots else "no model runs here, its signals alone"
+        self._event("attached", f"{self.role}: {what}", 0)
         self._add_modules()
         self._recorder.flush()
         self._transport.control(
@@ -441,7 +461,7 @@ class Session:
         with self._lock:
             if self.state is State.GONE:
                 return
-            was_attached = self.state is State.ATTACHED
+            was_attached = self.state is State.ATTACHED or self.role == METRICS
             self.state = State.GONE
             self.reason = reason
         removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap]

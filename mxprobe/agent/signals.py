@@ -146,6 +146,11 @@ class SignalTaps:
             self._on_event("tap", f"{tap.source} logs {key} as a tensor on a device: such values are not recorded")
 
 
+def any_sink(taps: tuple[Tap, ...] = TAPS) -> bool:
+    """Whether this process has imported something that metrics are logged to."""
+    return any(is_loaded(tap.module) for tap in taps)
+
+
 def _framework_in_use() -> str:
     """The RL framework of this process, where exactly one is imported."""
     found = {framework for package, framework in FRAMEWORK_PACKAGES.items() if package in sys.modules}

@@ -26,8 +26,8 @@ def shipped_files() -> dict[str, bytes]:
 def write_archive(path: Path, files: Mapping[str, bytes] | None = None) -> None:
     """Write the archive, readable by its owner only; FileExistsError if anything is there already.
 
-    Stored, not compressed: an interpreter built without zlib can read it. `modules.txt` lists what the loader
-    imports at once, so that nothing is read from disk in the middle of a training step.
+    Stored, not compressed: an interpreter built without zlib can read it. `modules.txt` lists what is
+    imported at once where torch is there, so that nothing is read from disk in the middle of a training step.
     """
     members = dict(shipped_files() if files is None else files)
     members["loader.py"] = Path(__file__).with_name("loader.py").read_bytes()

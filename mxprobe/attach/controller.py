@@ -186,7 +186,8 @@ class Controller:
         self._say_to_agent({"verb": "attach", "config": config.to_json()})
         self._clearing = threading.Thread(target=self._clear_statement, args=(run_directory,), daemon=True)
         self._clearing.start()  # not here: the agent is to hear pings meanwhile
-        waiting = f"process {pid} has the agent; waiting for its next optimizer step or generation"
+        event = "its next optimizer step or generation" if self._hello.get("torch") else "it to import torch"
+        waiting = f"process {pid} has the agent; waiting for {event}"
         # The agent waits for torch, for a step, then for generation.
         patience_s = config.torch_wait_s + 2 * config.step_timeout_s + _OBSERVE_MARGIN_S
         if not self._until(lambda: self._attached is not None, patience_s, lambda: self._progress.show(waiting)):
@@ -214,9 +215,7 @@ class Controller:
             target={**hello, "pid": process.pid, "cmdline": list(process.command_line)},
             config=self._config.to_json(),
             started_ns=self._started_ns,
-            role=attached.get("role"),
-            roots=attached.get("roots"),
-            attached_step=attached.get("step"),
+            **_place(attached),
         )
         self._recorder.open()
         self._progress.say(
@@ -306,7 +305,9 @@ class Controller:
     def _hear(self, frame: Frame) -> None:
         match frame["verb"]:
             case "attached":
-                self._attached = frame
+                again, self._attached = self._attached is not None, frame
+                if again:  # a process that only logged has taken a step
+                    self._recorder.update_run(**_place(frame))
             case "status":
                 self._agent_status = {key: value for key, value in frame.items() if key != "verb"}
                 self._desk.answer_status(everyone=True)
@@ -423,6 +424,10 @@ class Controller:
         seconds = (time.time_ns() - self._started_ns) / 1e9
         step = "" if self._recorder.last_step is None else f" · step {self._recorder.last_step}"
         self._progress.show(f"recording {self._process.pid}{step} · {self._recorder.n_rows} rows · {seconds:.0f} s")
+
+
+def _place(attached: Frame) -> dict[str, Any]:
+    return {"role": attached.get("role"), "roots": attached.get("roots"), "attached_step": attached.get("step")}
 
 
 def _rank_in(hello: Frame) -> int:

@@ -22,6 +22,8 @@ from mxprobe.protocol import AgentConfig
 
 _RETRY_EVERY_S = 1.0
 _JOIN_S = 0.2
+_BESIDE_PATIENCE_S = 5.0
+_NOT_MEANT = frozenset({"no_torch", "no_step", "no_model"})
 _WORTH_WAITING_FOR = frozenset({"no_torch", "not_ready"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -41,8 +43,15 @@ class AttachOptions:
     command_line: Sequence[str] = ()
     job: Mapping[str, Any] | None = None
     """What the processes have in common, for `run.json`."""
-    not_ours: frozenset[str] = frozenset()
-    """Reasons for which a process is left out in silence: it is none of those that were meant."""
+    perhaps: frozenset[int] = frozenset()
+    """PIDs of processes that are left out in silence where they neither train nor log."""
+    beside: frozenset[int] = frozenset()
+    """PIDs of processes that belong to the job and are no rank of it."""
+
+    def config_of(self, pid: int) -> AgentConfig:
+        if pid not in self.beside:
+            return self.config
+        return replace(self.config, step_timeout_s=min(self.config.step_timeout_s, _BESIDE_PATIENCE_S))
 
 
 @dataclass
@@ -91,7 +100,7 @@ class Group:
         facts: dict[str, Any] = {"command_line": list(options.command_line)}
         if options.job is not None:
             facts["job"] = dict(options.job)
-        self._trace = RunTrace(options.directory, [m.process.pid for m in self._members], facts)
+        self._trace = RunTrace(options.directory, [m.process.pid for m in self._members], facts, beside=options.beside)
         with self._signals():
             threads = [
                 threading.Thread(target=self._serve, args=(m, self._trace), name=f"attach-{m.process.pid}")
@@ -119,18 +128,20 @@ class Group:
         if member.error is not None:
             reason = getattr(member.error, "reason", "failed")
             trace.refuse(member.process.pid, reason=reason, what=member.error.what)
-            if member.shown_name and reason not in self._options.not_ours:
+            meant = member.process.pid not in self._options.perhaps or reason not in _NOT_MEANT
+            if member.shown_name and meant:
                 self._board.of(member.shown_name).say(str(member.error))
         self._settle(member)
         self._board.forget(member.shown_name)
 
     def _attach_patiently(self, member: _Member, trace: RunTrace) -> Outcome:
-        options, process, deadline = self._options, member.process, time.monotonic() + self._options.wait_s
+        options, process = self._options, member.process
+        deadline = time.monotonic() + (0.0 if process.pid in options.beside else options.wait_s)
         saying = self._board.of(member.shown_name)
         while not self._stop.is_set():
             controller = Controller(
                 process,
-                options.config,
+                options.config_of(process.pid),
                 trace,
                 saying,
                 duration_s=options.duration_s,

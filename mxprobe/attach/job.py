@@ -8,7 +8,6 @@ process with that RANK which was started first.
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from mxprobe.attach.process import Process, is_python, look_up, own_processes
 from mxprobe.attach.refusals import refuse
@@ -27,6 +26,8 @@ class Job:
     world_size: int | None
     local_world_size: int | None
     run_id: str
+    beside: tuple[Process, ...] = ()
+    """Python programs of the job that are no rank: a driver that started the launcher, a logger beside it."""
 
     @property
     def is_whole(self) -> bool:
@@ -45,10 +46,23 @@ def find_job(pid: int) -> Job:
 
 def is_launcher(command: Sequence[str]) -> bool:
     """True for a command that starts the ranks of a job: torchrun or accelerate, by program or by module."""
-    if os.path.basename(command[0]) in _LAUNCHERS:
+    if any(os.path.basename(word) in _LAUNCHERS for word in command[:2]):
         return True
-    module = next((after for word, after in pairwise(command) if word == "-m"), "")
+    module = _module_of(command)
     return module in _LAUNCHER_MODULES or module.startswith("accelerate.")
+
+
+def _module_of(command: Sequence[str]) -> str:
+    """M of `python [options] -m M ...`; empty for a script, whose own arguments may hold anything."""
+    words = iter(command[1:])
+    for word in words:
+        if word == "-m":
+            return next(words, "")
+        if word in ("-X", "-W"):
+            next(words, "")
+        elif not word.startswith("-") or word == "-c":
+            break
+    return ""
 
 
 def job_among(processes: Sequence[Process], process: Process) -> Job:
@@ -70,7 +84,25 @@ def job_among(processes: Sequence[Process], process: Process) -> Job:
         world_size=_number(environ, "WORLD_SIZE"),
         local_world_size=_number(environ, "LOCAL_WORLD_SIZE"),
         run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+        beside=_beside(processes, process, list(ranks.values())),
     )
+
+
+def _beside(processes: Sequence[Process], process: Process, ranks: Sequence[Process]) -> tuple[Process, ...]:
+    """The program that PID names, and what it has started, where that is Python and neither rank nor launcher.
+
+    What a rank starts is its own business: data loaders, compile workers, inference engines.
+    """
+    below_ranks = {p.pid for rank in ranks for p in (rank, *_descendants(processes, rank.pid))}
+    by_pid = {p.pid: p for p in processes}
+    found: list[Process] = []
+    for each in (process, *_descendants(processes, process.pid)):
+        parent = by_pid.get(each.parent_pid)
+        if each.pid in below_ranks or is_launcher(each.command_line) or not is_python(each):
+            continue
+        if parent is None or not _is_helper(each, of=parent.command_line):
+            found.append(each)
+    return tuple(found)
 
 
 def _of_one(process: Process, below: Sequence[Process]) -> Job:

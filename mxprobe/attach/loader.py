@@ -3,7 +3,7 @@
 `boot` is called in a thread of its own, by the injected statement or by the listener. `mxprobe` and
 `mxprobe_kernels` come from the archive straight into `sys.modules`: neither `sys.path` nor `sys.meta_path`
 is touched, and submodules resolve through the packages' own `__path__`. A process that the agent cannot serve
-is told apart before anything is loaded.
+is told apart before anything is loaded; what needs torch is loaded by the agent, once torch is there.
 Standard library and Python 3.9 syntax only; not imported by the controller, but shipped as `loader` in the archive.
 """
 
@@ -38,8 +38,6 @@ def _unfit(archive: str) -> "tuple[str, str]":
         return "unsupported_python", f"Python {version}"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "unsupported_python", f"free-threaded Python {version}"
-    if "torch" not in sys.modules:
-        return "no_torch", ""
     present = sys.modules.get("mxprobe")
     if present is not None and not _gone(present):
         return "already_attached", ""
@@ -70,10 +68,11 @@ def _start(socket_path: str, archive: str, token: str) -> None:
     if "mxprobe" not in sys.modules:
         for name in _PACKAGES:
             _load_package(archive, name)
-        for name in _read(archive, "modules.txt").split():
-            importlib.import_module(name)
     entry = importlib.import_module(_ENTRY)
-    sys.modules["mxprobe"].__dict__["_unload"] = lambda: _unload(archive)
+    mxprobe = sys.modules["mxprobe"]
+    mxprobe.__dict__["_unload"] = lambda: _unload(archive)
+    if str(mxprobe.__file__).startswith(archive + os.sep):  # else it is installed there, and loads what it needs
+        mxprobe.__dict__["_load_all"] = lambda: _load_all(archive)
 
     def run() -> None:
         try:
@@ -83,6 +82,14 @@ def _start(socket_path: str, archive: str, token: str) -> None:
             _refuse(socket_path, token, "load_failed", f"{type(error).__name__}: {error}")
 
     threading.Thread(target=run, name="mxprobe-agent", daemon=True).start()
+
+
+def _load_all(archive: str) -> None:
+    """Import every module of ours at once, so that nothing is read from disk in the middle of a training step."""
+    import importlib
+
+    for name in _read(archive, "modules.txt").split():
+        importlib.import_module(name)
 
 
 def _load_package(archive: str, name: str) -> None:
@@ -113,6 +120,7 @@ def _unload(archive: str) -> None:
                 sys.modules.pop(name, None)
             else:
                 module.__dict__.pop("_unload", None)
+                module.__dict__.pop("_load_all", None)
     for cache in (sys.path_importer_cache, getattr(zipimport, "_zip_directory_cache", {})):
         for key in [key for key in cache if key == archive or key.startswith(inside)]:
             cache.pop(key, None)

@@ -16,8 +16,6 @@ from typing import Any
 
 from mxprobe.errors import UsageError
 
-NOT_TRAINING = frozenset({"no_torch", "no_step", "no_model"})
-"""Refusals of an actor that holds no model: a logger, a replay buffer, a rollout that waits."""
 _TIMEOUT_S = 60.0
 _NO_RAY = 3
 

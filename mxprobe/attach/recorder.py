@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,16 @@ class RunTrace:
         directory: of the trace.
         pids: the processes that will be `done` with.
         run: facts for `run.json` that are no single process's.
+        beside: those of the pids that are no rank; they get the last partitions.
     """
 
-    def __init__(self, directory: Path, pids: Iterable[int], run: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, pids: Iterable[int], run: Mapping[str, Any], *, beside: Container[int] = ()
+    ) -> None:
         self.directory = directory
         self._pids = set(pids)
+        self._n = len(self._pids)
+        self._beside = beside
         self._run = dict(run)
         self._ranks: dict[int, dict[str, Any]] = {}
         self._refused: dict[int, dict[str, Any]] = {}
@@ -56,8 +61,11 @@ class RunTrace:
         with self._lock:
             if pid not in self._partitions:
                 taken = set(self._partitions.values())
-                free = next(n for n in range(len(taken) + 1) if n not in taken)
-                self._partitions[pid] = free if wanted in taken else wanted
+                if pid in self._beside:
+                    self._partitions[pid] = next(n for n in reversed(range(self._n)) if n not in taken)
+                else:
+                    free = next(n for n in range(len(taken) + 1) if n not in taken)
+                    self._partitions[pid] = free if wanted in taken else wanted
             return self._partitions[pid]
 
     def open(self) -> TraceWriter:

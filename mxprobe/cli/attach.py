@@ -48,8 +48,14 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
 
 @click.command("attach")
 @targets.argument
-@click.option("--job", is_flag=True, help="Every rank, on this machine, of the torchrun or accelerate job of PID.")
-@click.option("--ray", metavar="ADDRESS", help="Every training actor, on this machine, of a Ray cluster, e.g. `auto`.")
+@click.option(
+    "--job",
+    is_flag=True,
+    help="Every rank, on this machine, of the torchrun or accelerate job of PID, and its driver's metrics.",
+)
+@click.option(
+    "--ray", metavar="ADDRESS", help="Every actor, on this machine, of a Ray cluster that trains or logs, e.g. `auto`."
+)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Trace directory; default ./NAME-PID-TIME.mxprobe."
 )
@@ -105,7 +111,8 @@ def command(
     """Attach to process PID and record a trace until it is detached; several go side by side into one trace.
 
     The training goes on bit for bit as without it. Ctrl-C detaches, closes the trace and prints its directory.
-    A rank that cannot be attached is reported and left out; the exit code is 4 if none could be.
+    A rank that cannot be attached is reported and left out; the exit code is 4 if none could be. A process that
+    logs and runs no model is attached for its metrics alone.
     """
     from mxprobe.attach.entry import check_reachable
 
@@ -130,7 +137,6 @@ def command(
 
     def attach(ready: Callable[[], None]) -> None:
         from mxprobe.attach.group import AttachOptions
-        from mxprobe.attach.ray_actors import NOT_TRAINING
 
         options = AttachOptions(
             directory,
@@ -140,7 +146,8 @@ def command(
             via=via,
             command_line=["mxprobe", *sys.argv[1:]],
             job=found.job,
-            not_ours=NOT_TRAINING if ray is not None else frozenset(),
+            perhaps=found.perhaps,
+            beside=found.beside,
         )
         _record(found, options, ready=ready)
 

@@ -13,6 +13,7 @@ import click
 from mxprobe.errors import AttachError
 
 if TYPE_CHECKING:
+    from mxprobe.attach.job import Job
     from mxprobe.attach.process import Process
 
 _LOOK_EVERY_S = 0.5
@@ -26,6 +27,10 @@ class Targets:
 
     processes: dict[str, Process]
     job: dict[str, Any] | None = None
+    perhaps: frozenset[int] = frozenset()
+    """PIDs of those that are meant only if they train or log."""
+    beside: frozenset[int] = frozenset()
+    """PIDs of those that are no rank of the job."""
 
     @property
     def pids(self) -> list[int]:
@@ -47,14 +52,18 @@ def look_up_all(
     if not job:
         return Targets({str(pid): look_up(pid) for pid in dict.fromkeys(pids)})
     found: dict[str, Process] = {}
+    beside: dict[str, Process] = {}
     facts: list[dict[str, Any]] = []
     for pid in pids:
-        ranks, each = _ranks(pid, wait_s, say)
+        each = _job(pid, wait_s, say)
         prefix = f"{pid}: " if len(pids) > 1 else ""
-        new = {f"{prefix}rank {rank}": p for rank, p in ranks.items() if p not in found.values()}
+        new = {f"{prefix}rank {rank}": p for rank, p in each.ranks.items() if p not in found.values()}
         found |= new
-        facts += [each] if new else []
-    return Targets(found, facts[0] if len(facts) == 1 else {"jobs": facts})
+        facts += [each.to_json()] if new else []
+        if new:
+            beside |= {f"{prefix}beside {p.pid}": p for p in each.beside if p not in beside.values()}
+    others = frozenset(process.pid for process in beside.values())
+    return Targets({**found, **beside}, facts[0] if len(facts) == 1 else {"jobs": facts}, perhaps=others, beside=others)
 
 
 def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
@@ -77,10 +86,11 @@ def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
             cause="its actors run on other nodes, or the job has not created them yet",
             remedy="run `mxprobe attach --ray auto` on the nodes that train, once they do",
         )
-    return Targets(found, {"ray": address, "actors": {p.pid: name.rsplit(" ", 1)[0] for name, p in found.items()}})
+    facts = {"ray": address, "actors": {p.pid: name.rsplit(" ", 1)[0] for name, p in found.items()}}
+    return Targets(found, facts, perhaps=frozenset(p.pid for p in found.values()))
 
 
-def _ranks(pid: int, wait_s: float, say: Callable[[str], None]) -> tuple[dict[int, Process], dict[str, Any]]:
+def _job(pid: int, wait_s: float, say: Callable[[str], None]) -> Job:
     from mxprobe.attach.job import find_job
 
     deadline = time.monotonic() + wait_s
@@ -97,5 +107,7 @@ def _ranks(pid: int, wait_s: float, say: Callable[[str], None]) -> tuple[dict[in
     here = f"{len(job.ranks)} rank{'' if len(job.ranks) == 1 else 's'} on this machine"
     if job.world_size is not None and job.world_size > len(job.ranks):
         here += f", of {job.world_size}; attach to the others where they run"
+    if job.beside:
+        here += f"; {len(job.beside)} beside them, for their metrics if they log any"
     say(f"job of process {pid}: {here}")
-    return job.ranks, job.to_json()
+    return job

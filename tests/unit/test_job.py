@@ -110,5 +110,29 @@ def test_launchers(command: str, launches: bool) -> None:
     assert is_launcher(command.split()) is launches
 
 
+def test_beside_the_ranks_are_the_programs_that_pid_names_or_has_started() -> None:
+    processes = [
+        process(1, 0, "init"),
+        process(5, 1, "python notebook.py"),
+        process(10, 5, "python driver.py"),
+        process(11, 10, "python /usr/bin/torchrun train.py"),
+        rank(20, 11, 0),
+        rank(30, 20, 0),  # a data loader worker
+        process(31, 20, "python engine.py"),
+        process(12, 10, "python logger.py"),
+        process(13, 10, "python driver.py"),  # a fork
+        process(14, 10, "python -c from multiprocessing.resource_tracker import main"),
+        process(15, 10, "tensorboard"),
+        process(6, 5, "python other.py"),
+    ]
+    by_pid = {p.pid: p for p in processes}
+
+    def beside(pid: int) -> list[int]:
+        return [p.pid for p in job_among(processes, by_pid[pid]).beside]
+
+    assert beside(10) == [10, 12]
+    assert beside(11) == beside(20) == beside(30) == []
+
+
 def test_this_process_is_among_its_users() -> None:
     assert ME.pid in [p.pid for p in own_processes()]

@@ -1,14 +1,10 @@
-"""Numbers out of what user code logs, without touching a device."""
+"""Numbers out of what user code logs, without touching a device; in a process without torch too."""
 
 from __future__ import annotations
 
 import numbers
 import sys
 from typing import Any
-
-import torch
-
-from mxprobe.agent.guard import is_off_limits, is_plain, undisturbed
 
 
 def scalar(value: Any) -> float | None:
@@ -23,7 +19,7 @@ def scalar(value: Any) -> float | None:
     try:
         if isinstance(value, numbers.Real):
             return float(value)
-        if isinstance(value, torch.Tensor):
+        if _is_tensor(value):
             return _from_tensor(value)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray) and value.size == 1 and value.dtype.kind in "fiu":
@@ -36,7 +32,7 @@ def scalar(value: Any) -> float | None:
 def is_on_device(value: Any) -> bool:
     """True for a tensor of one element that could only be read by waiting for its device."""
     try:
-        return isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta") and value.numel() == 1
+        return _is_tensor(value) and value.device.type not in ("cpu", "meta") and value.numel() == 1
     except Exception:
         return False  # a subclass without a size
 
@@ -47,7 +43,17 @@ def integer(value: Any) -> int | None:
     return int(number) if number is not None and abs(number) < 2**53 else None
 
 
-def _from_tensor(tensor: torch.Tensor) -> float | None:
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    tensor_type = vars(torch).get("Tensor") if torch is not None else None
+    return tensor_type is not None and isinstance(value, tensor_type)
+
+
+def _from_tensor(tensor: Any) -> float | None:
+    import torch
+
+    from mxprobe.agent.guard import is_off_limits, is_plain, undisturbed
+
     if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.numel() != 1:
         return None
     if tensor.dtype is torch.bool or tensor.dtype.is_complex or is_off_limits(tensor):

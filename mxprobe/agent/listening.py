@@ -1,0 +1,113 @@
+"""A process that logs metrics and has not imported torch: the driver of an RL job, say. Signals, and nothing else.
+
+Stands where `Session` stands for a process that trains; imports no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from enum import Enum
+from typing import Any
+
+from mxprobe.agent.recorder import Recorder
+from mxprobe.agent.signals import SignalTaps
+from mxprobe.agent.transport import Transport
+
+FLUSH_EVERY_S = 0.5
+
+
+class State(Enum):
+    ATTACHED = "attached"
+    GONE = "gone"
+
+
+class Listening:
+    """`tick` from the agent's thread, which does all the work; rows come from whatever thread logs."""
+
+    role = "metrics"
+
+    def __init__(self, transport: Transport) -> None:
+        self.state = State.ATTACHED
+        self.reason = ""
+        self.detach_asked = ""
+        self.gone = threading.Event()
+        self._transport = transport
+        self._recorder = Recorder(transport)
+        self._rows: deque[tuple[str, dict[str, Any]]] = deque()
+        self._n_errors = 0
+        self._n_signals = 0
+        self._last_flush = time.monotonic()
+        self._signals = SignalTaps(self._on_signals, self._on_error, self._on_event)
+        self._signals.ensure_wrapped()
+        self._on_event("attached", "metrics: no torch in this process, its signals alone")
+        self._transport.control({"verb": "attached", "roots": [], "modules": 0, "role": self.role, "step": 0})
+
+    @property
+    def worker(self) -> Listening:
+        """Who finishes the work when the agent leaves."""
+        return self
+
+    def tick(self) -> None:
+        if time.monotonic() - self._last_flush > FLUSH_EVERY_S:
+            self._signals.ensure_wrapped()
+            self._flush()
+
+    def settle_without_step(self) -> None:
+        """Nothing is waited for here."""
+
+    def trigger(self, reason: str) -> None:
+        self._on_event("flight", f"asked: {reason}; nothing is recorded here but signals")
+
+    def ask_detach(self, reason: str) -> None:
+        self.abandon(reason)
+
+    def abandon(self, reason: str) -> None:
+        if self.state is State.GONE:
+            return
+        self.state, self.reason = State.GONE, reason
+        self._signals.unwrap()
+        self._on_event("detached", reason)
+        self.gone.set()
+
+    def close(self) -> None:
+        """All is out already."""
+
+    def drain(self, timeout_s: float) -> bool:
+        self._flush()
+        return True
+
+    def stop(self, timeout_s: float) -> None:
+        self._flush()
+
+    def status(self) -> dict[str, Any]:
+        n_unacked, unacked_bytes = self._transport.pending()
+        return {
+            "state": self.state.value,
+            "role": self.role,
+            "signals": self._n_signals,
+            "n_dropped": self._transport.n_dropped_rows,
+            "n_errors": self._n_errors,
+            "sent_bytes": self._transport.sent_bytes,
+            "unacknowledged": n_unacked,
+            "unacknowledged_bytes": unacked_bytes,
+        }
+
+    def _on_signals(self, rows: list[dict[str, Any]]) -> None:
+        self._rows.extend(("signals", row) for row in rows)
+
+    def _on_event(self, kind: str, detail: str) -> None:
+        self._rows.append(("events", {"step": 0, "time_ns": time.time_ns(), "kind": kind, "detail": detail}))
+
+    def _on_error(self, where: str, error: BaseException) -> None:
+        self._n_errors += 1
+        self._on_event("error", f"{where}: {type(error).__name__}: {error}"[:400])
+
+    def _flush(self) -> None:
+        self._last_flush = time.monotonic()
+        while self._rows:
+            table, row = self._rows.popleft()
+            self._n_signals += table == "signals"
+            self._recorder.add(table, row)
+        self._recorder.flush()
