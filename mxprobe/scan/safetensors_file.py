@@ -86,27 +86,30 @@ class SafetensorsFile:
             if problem:
                 self.problems.append(f"{path.name}: tensor {name}: {problem}")
 
-    def read_rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, entry: Entry, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [start, stop) of the tensor seen as [rows, shape[-1]], in the file's dtype.
+
+        They lie in `buffer` (uint8, at least as many bytes) where one is given: fresh pages cost half of a read.
 
         Raises:
             UsageError: the bytes cannot be read, naming file and tensor.
         """
         columns = entry.shape[-1]
         row_bytes = columns * BITS[entry.dtype] // 8
-        buffer = bytearray((stop - start) * row_bytes)
+        n_bytes = (stop - start) * row_bytes
+        into = (torch.empty(n_bytes, dtype=torch.uint8) if buffer is None else buffer)[:n_bytes]
         try:
             with self.path.open("rb") as file:
                 file.seek(entry.begin + start * row_bytes)
-                n_read = file.readinto(buffer)
+                n_read = file.readinto(memoryview(into.numpy()))
         except OSError as error:
             raise UsageError(f"{self.path}: tensor {entry.name}: cannot read it: {error.strerror or error}") from None
-        if n_read != len(buffer):
+        if n_read != n_bytes:
             raise UsageError(
-                f"{self.path}: tensor {entry.name}: {n_read} of {len(buffer)} bytes could be read",
+                f"{self.path}: tensor {entry.name}: {n_read} of {n_bytes} bytes could be read",
                 cause="the file became shorter during the scan",
             )
-        return torch.frombuffer(buffer, dtype=FLOATING[entry.dtype]).reshape(stop - start, columns)
+        return into.view(FLOATING[entry.dtype]).reshape(stop - start, columns)
 
     def _add(self, name: str, description: Any, data_begin: int) -> str:
         """Take the tensor up into `entries`, or say why not."""
