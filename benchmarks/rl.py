@@ -6,9 +6,16 @@ The job is the demo's (tiny Qwen3, TRL, CPU), its own fake quantization replaced
 the same seeds. Prints a markdown table with 95 % t-intervals over seeds, and Spearman's correlation between the
 arms' KL and reward with a bootstrap interval over arms. One run takes about 40 s on one idle core.
 
-Reward, entropy and gradient norm are means of the last tenth of the steps. KL is per token, exact from logits on
-completions sampled as the run samples them: KL(rollout || trainer) and KL(rollout || high precision), measured
-every tenth of the run on the run's own weights, without touching its random state.
+Reward, entropy and gradient norm are means of the last tenth of the steps. The others are measured every tenth of
+the run on the run's own weights and on completions sampled as the run samples them, without touching its random
+state:
+
+    KL(rollout || trainer), KL(rollout || high precision)    per token, exact from logits
+    gradient cosine     of the policy gradient of the same completions, the recipe in the forward pass (straight-through
+                        backward) against high precision; what a trainer that is quantized alike would make of them
+
+The arm `mxfp4`, the run that a user would have, also replays every other arm's forward on its own weights. Spearman's
+correlation is printed for both: KL of each arm in its own run, and KL as replayed in the MXFP4 run, with reward.
 """
 
 from __future__ import annotations
@@ -20,7 +27,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,12 +50,15 @@ ARMS: dict[str, str] = {
 }
 MIN_ARMS = 8
 """Fewer arms give a rank correlation no interval worth printing."""
-METRICS = ("reward", "entropy", "grad_norm", "kl_trainer", "kl_high_precision")
+REPLAYING = "mxfp4"
+LOGGED = ("reward", "entropy", "grad_norm")
+MEASURED = ("grad_cosine", "kl_trainer", "kl_high_precision")
+METRICS = (*LOGGED, *MEASURED)
 # 97.5 % quantile of Student's t by degrees of freedom.
 T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
-def worker(arm: str, side: str, outliers: float, seed: int, steps: int) -> dict[str, float]:
+def worker(arm: str, side: str, outliers: float, seed: int, steps: int) -> dict[str, Any]:
     """One run in this process."""
     import torch
     from transformers import TrainerCallback
@@ -55,46 +68,90 @@ def worker(arm: str, side: str, outliers: float, seed: int, steps: int) -> dict[
     from mxprobe.emulation import Emulation, Recipe, noise_callback
 
     recipe = Recipe.parse(ARMS[arm])
+    own = recipe if recipe.quantizes_nothing else recipe.on(side)
     emulations: list[Emulation] = []
 
     def emulate(model: torch.nn.Module, **_: object) -> None:
-        emulations.append(mxprobe.emulate(model, recipe if recipe.quantizes_nothing else recipe.on(side)))
+        emulations.append(mxprobe.emulate(model, own))
 
-    def completion_logits(model: torch.nn.Module, prompts: dict) -> list[torch.Tensor]:
-        """Log-probabilities [n_tokens, vocabulary] of sampled completions: rollout, trainer, high precision."""
-        emulation = emulations[0]
+    @dataclass(frozen=True)
+    class Completions:
+        """Sampled once; every forward pass below is of the same tokens."""
+
+        model: torch.nn.Module
+        ids: torch.Tensor
+        n_prompt: int
+        real: torch.Tensor
+        advantage: torch.Tensor
+
+        def log_probs(self) -> torch.Tensor:
+            """[n_tokens, vocabulary]"""
+            logits = self.model(input_ids=self.ids).logits[:, self.n_prompt - 1 : -1]
+            return logits[self.real].double().log_softmax(-1)
+
+        def gradient(self) -> torch.Tensor:
+            """Of the policy-gradient loss, all parameters in one vector."""
+            tokens = self.ids[:, self.n_prompt :][self.real]
+            chosen = self.log_probs().gather(1, tokens[:, None])[:, 0]
+            loss = -(chosen * self.advantage[:, None].expand_as(self.real)[self.real]).mean()
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            return torch.cat([g.flatten().double() for g in torch.autograd.grad(loss, parameters)])
+
+    def sample(model: torch.nn.Module, tokenizer: Any) -> Completions:
+        rows = job.build_dataset(seed + 1000).select(range(64))
+        prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", add_special_tokens=False)
+        prompts.pop("token_type_ids", None)
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             ids = model.generate(**prompts, max_new_tokens=8, do_sample=True, top_k=0)
-            n_prompt = prompts["input_ids"].shape[1]
-            completion = ids[:, n_prompt:]
-            ended = (completion == 1).int().cumsum(1) - (completion == 1).int()
-            real = (ended == 0) & (completion != 0)
+        n_prompt = prompts["input_ids"].shape[1]
+        completion = ids[:, n_prompt:]
+        ended = (completion == 1).int().cumsum(1) - (completion == 1).int()
+        texts = tokenizer.batch_decode(completion, skip_special_tokens=True)
+        reward = torch.tensor(job.copy_reward(texts, [row["answer"] for row in rows]), dtype=torch.float64)
+        return Completions(model, ids, n_prompt, (ended == 0) & (completion != 0), reward - reward.mean())
 
-            def logits() -> torch.Tensor:
-                return model(input_ids=ids).logits[:, n_prompt - 1 : -1][real].double().log_softmax(-1)
+    def kl(p: torch.Tensor, q: torch.Tensor) -> float:
+        return float((p.exp() * (p - q)).sum(-1).mean())
 
-            with emulation.rollout():
-                rollout = logits()
-            trainer = logits()
-            emulation.set("none", now=True)
-            exact = logits()
-            emulation.set(recipe if recipe.quantizes_nothing else recipe.on(side), now=True)
-        return [rollout, trainer, exact]
+    def in_forward(name: str) -> Recipe:
+        other = Recipe.parse(ARMS[name])
+        return other if other.quantizes_nothing else other.on("both")
 
-    kls: list[tuple[float, float]] = []
+    measured: list[dict[str, float]] = []
+    replayed: list[dict[str, float]] = []
 
-    class MeasureKl(TrainerCallback):
+    class MeasureOnOwnWeights(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, processing_class=None, **_: object) -> None:
             if state.global_step % max(steps // 10, 1):
                 return
-            texts = [row["prompt"] for row in job.build_dataset(seed + 1000).select(range(64))]
-            prompts = processing_class(texts, return_tensors="pt", add_special_tokens=False)
-            prompts.pop("token_type_ids", None)
-            rollout, trainer, exact = completion_logits(model, dict(prompts))
-            kls.append(tuple(float((rollout.exp() * (rollout - q)).sum(-1).mean()) for q in (trainer, exact)))
+            emulation = emulations[0]
+            completions = sample(model, processing_class)
+            with torch.no_grad(), emulation.rollout():
+                rollout = completions.log_probs()
+            with torch.no_grad():
+                trainer = completions.log_probs()
+            emulation.set("none", now=True)
+            exact, gradient = completions.log_probs().detach(), completions.gradient()
+            emulation.set(in_forward(arm), now=True)
+            alike = completions.gradient()
+            measured.append(
+                {
+                    "grad_cosine": float(torch.cosine_similarity(gradient, alike, dim=0)),
+                    "kl_trainer": kl(rollout, trainer),
+                    "kl_high_precision": kl(rollout, exact),
+                }
+            )
+            if arm == REPLAYING:
+                found = {}
+                for name in ARMS:
+                    emulation.set(in_forward(name), now=True)
+                    with torch.no_grad():
+                        found[name] = kl(completions.log_probs(), exact)
+                replayed.append(found)
+            emulation.set(own, now=True)
 
-    extra = [MeasureKl(), *([noise_callback()] if arm.endswith("AQN") else [])]
+    extra = [MeasureOnOwnWeights(), *([noise_callback()] if arm.endswith("AQN") else [])]
 
     class MeasuredTrainer(job.GRPOTrainer):
         def __init__(self, *args: object, callbacks: list, **kwargs: object) -> None:
@@ -107,18 +164,19 @@ def worker(arm: str, side: str, outliers: float, seed: int, steps: int) -> dict[
         job.main()
         lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines[-max(steps // 10, 1) :]]
-    result = {name: statistics.fmean(line[name] for line in last) for name in METRICS[:3]}
-    for name, values in zip(METRICS[3:], zip(*kls, strict=True), strict=True):
-        result[name] = statistics.fmean(values)
+    result: dict[str, Any] = {name: statistics.fmean(line[name] for line in last) for name in LOGGED}
+    result |= {name: statistics.fmean(each[name] for each in measured) for name in MEASURED}
+    if replayed:
+        result["replayed"] = {name: statistics.fmean(each[name] for each in replayed) for name in ARMS}
     return result
 
 
-def run_arm(arm: str, options: argparse.Namespace) -> list[dict[str, float]]:
+def run_arm(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One result per seed; a run that the results file holds already is not repeated."""
     lines = options.results.read_text().splitlines() if options.results and options.results.exists() else []
     known = {json.dumps(line["run"]): line["result"] for line in map(json.loads, lines)}
-    results = []
-    for seed in range(options.seeds):
+
+    def run_seed(seed: int) -> dict[str, Any]:
         run = json.dumps([arm, options.side, options.outliers, seed, options.steps])
         if run not in known:
             command = [sys.executable, __file__, "--worker", run]
@@ -129,10 +187,12 @@ def run_arm(arm: str, options: argparse.Namespace) -> list[dict[str, float]]:
             if options.results:
                 with options.results.open("a") as file:
                     file.write(json.dumps({"run": json.loads(run), "result": known[run]}) + "\n")
-        results.append(known[run])
-        numbers = "  ".join(f"{name} {value:.3g}" for name, value in results[-1].items())
+        numbers = "  ".join(f"{name} {value:.3g}" for name, value in known[run].items() if name in METRICS)
         print(f"{arm} seed {seed}: {numbers}", file=sys.stderr, flush=True)
-    return results
+        return known[run]
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return list(pool.map(run_seed, range(options.seeds)))
 
 
 def interval(values: list[float]) -> str:
@@ -175,6 +235,7 @@ def main() -> None:
     parser.add_argument("--side", choices=("rollout", "train", "both"), default="rollout")
     parser.add_argument("--outliers", type=float, default=32.0)
     parser.add_argument("--recipes", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each keeps one core busy")
     parser.add_argument("--results", type=Path, help="JSON lines: runs found here are not repeated, new ones are added")
     options = parser.parse_args()
     if options.worker:
@@ -182,14 +243,28 @@ def main() -> None:
         return
     results = {arm: run_arm(arm, options) for arm in options.recipes}
     print(f"{options.side} quantized, outliers x{options.outliers:g}, {options.steps} steps, {options.seeds} seeds\n")
-    print("| recipe | reward | entropy | gradient norm | KL(rollout, trainer) | KL(rollout, high precision) |")
-    print("|---|---|---|---|---|---|")
+    print("| recipe | reward | entropy | gradient norm | gradient cosine | KL(rollout, trainer) | KL(rollout, high) |")
+    print("|---|---|---|---|---|---|---|")
     for arm, runs in results.items():
         print(f"| {arm} | {' | '.join(interval([run[name] for run in runs]) for name in METRICS)} |")
     if len(results) >= MIN_ARMS:
-        means = {name: [statistics.fmean(r[name] for r in runs) for runs in results.values()] for name in METRICS}
-        rho = correlation(means["kl_high_precision"], means["reward"])
-        print(f"\nSpearman of KL(rollout, high precision) and reward over {len(results)} arms: {rho}")
+        print_correlations(results)
+
+
+def print_correlations(results: dict[str, list[dict[str, Any]]]) -> None:
+    def means(name: str) -> list[float]:
+        return [statistics.fmean(run[name] for run in runs) for runs in results.values()]
+
+    reward = means("reward")
+    rho = correlation(means("kl_high_precision"), reward)
+    print(f"\nSpearman of KL(rollout, high precision), each arm's own run, and reward over {len(reward)} arms: {rho}")
+    if REPLAYING not in results:
+        return
+    replays = [run["replayed"] for run in results[REPLAYING]]
+    kl = {arm: statistics.fmean(each[arm] for each in replays) for arm in results}
+    rho = correlation(list(kl.values()), reward)
+    print(f"Spearman of KL(arm, high precision), replayed in the {REPLAYING} run, and reward: {rho}")
+    print("Replayed: " + ", ".join(f"{arm} {value:.4f}" for arm, value in kl.items()))
 
 
 if __name__ == "__main__":

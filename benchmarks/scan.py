@@ -4,7 +4,8 @@
 
 Writes a sharded bf16 checkpoint of Linear weights (2 bytes a parameter on the disk, removed afterwards), scans it in
 a process of its own and prints a markdown row: elements per second of the scan (each weight is decomposed twice, once
-per direction), the speed of `mxprobe_kernels.decompose` on one slab in memory, their ratio, and the peak memory.
+per direction), the speed of `mxprobe_kernels.decompose` on one slab in memory, their ratio, the same ratio per second
+of processor time (all threads, reading included), which a busy machine disturbs less, and the peak memory.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _SCAN = """
 import re, sys, time
 from pathlib import Path
 from mxprobe.scan import ScanSettings, scan
-started = time.perf_counter()
+started, busy = time.perf_counter(), time.process_time()
 settings = ScanSettings() if sys.argv[3] == "whatif" else ScanSettings(whatifs=())
 result = scan(Path(sys.argv[1]), Path(sys.argv[2]), settings)
-seconds = time.perf_counter() - started
+seconds, busy = time.perf_counter() - started, time.process_time() - busy
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-print(result.n_scanned, seconds, peak)
+print(result.n_scanned, seconds, busy, peak)
 """
 
 
@@ -56,20 +57,21 @@ def write_checkpoint(directory: Path, n_parameters: int, dtype: torch.dtype) -> 
     return n_weights * one.numel()
 
 
-def kernel_speed(dtype: torch.dtype, seconds: float = 5.0) -> float:
-    """Elements per second of `decompose`, mean of both directions over some seconds, as the scan has it."""
+def kernel_speed(dtype: torch.dtype, seconds: float = 5.0) -> tuple[float, float]:
+    """Elements of `decompose` per second and per second of processor time, both directions, as the scan has it."""
     from mxprobe.scan.measure import SLAB_ELEMENTS
     from mxprobe_kernels import decompose
 
     x = (torch.randn(SLAB_ELEMENTS // WIDTH, WIDTH) * 0.02).to(dtype)
     decompose(x)
     n_passes = 0
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     while time.perf_counter() - started < seconds:
         decompose(x, dim=-1)
         decompose(x, dim=0)
         n_passes += 2
-    return n_passes * x.numel() / (time.perf_counter() - started)
+    n = n_passes * x.numel()
+    return n / (time.perf_counter() - started), n / (time.process_time() - busy)
 
 
 def main() -> None:
@@ -82,18 +84,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         directory = Path(name)
         n = write_checkpoint(directory, int(options.parameters), DTYPES[options.dtype])
-        kernel = kernel_speed(DTYPES[options.dtype])
+        before = kernel_speed(DTYPES[options.dtype])
         mode = "whatif" if options.whatif else "plain"
         command = [sys.executable, "-c", _SCAN, str(directory), str(directory / "scan.mxprobe"), mode]
         finished = subprocess.run(command, capture_output=True, text=True, check=True)
-        kernel = (kernel + kernel_speed(DTYPES[options.dtype])) / 2  # before and after: machines drift
-        n_weights, seconds, peak_kib = (float(word) for word in finished.stdout.split())
-    speed = 2 * n / seconds
-    print("| parameters | dtype | weights | seconds | scan, elements/s | decompose, elements/s | ratio | peak memory |")
-    print("|---|---|---|---|---|---|---|---|")
+        after = kernel_speed(DTYPES[options.dtype])
+        kernel, kernel_busy = ((x + y) / 2 for x, y in zip(before, after, strict=True))  # machines drift
+        n_weights, seconds, busy, peak_kib = (float(word) for word in finished.stdout.split())
+    speed, by_cpu = 2 * n / seconds, 2 * n / busy / kernel_busy
+    print("| parameters | dtype | weights | seconds | scan, elem/s | decompose, elem/s | ratio | by CPU | peak |")
+    print("|---|---|---|---|---|---|---|---|---|")
     print(
         f"| {n / 1e9:.3g} G | {options.dtype} | {n_weights:.0f} | {seconds:.1f} | {speed / 1e6:.1f} M "
-        f"| {kernel / 1e6:.1f} M | {speed / kernel:.2f} | {peak_kib / 1024:.0f} MiB |"
+        f"| {kernel / 1e6:.1f} M | {speed / kernel:.2f} | {by_cpu:.2f} | {peak_kib / 1024:.0f} MiB |"
     )
 
 
