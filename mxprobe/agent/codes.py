@@ -111,6 +111,12 @@ class WeightHistory:
         first = self._first.get(name)
         return recent if first is None or any(v.step == first.step for v in recent) else [*recent, first]
 
+    def newest(self, name: str) -> list[Version]:
+        """The last version of a module and those of the steps right before it, at most three, the oldest first."""
+        recent = self._recent.get(name, [])[-3:]
+        last = recent[-1].step if recent else 0
+        return [v for i, v in enumerate(recent) if last - v.step == len(recent) - 1 - i]
+
     def judge(self, snapshot: Snapshot, recipe: Recipe, *, exact: bool, step_base: int) -> Finding:
         """Whose weights the snapshot's output was computed with, `recipe` being what fits the current ones best.
 

@@ -9,18 +9,21 @@ from typing import Any, Callable
 
 import torch
 
-from mxprobe.agent.codes import Copies, WeightHistory
+from mxprobe.agent.codes import RECENT, Copies, Version, WeightHistory
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.measure import measure_step
 from mxprobe.agent.recipes import Recipe
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.updates import update_row
 from mxprobe.protocol import AgentConfig
 
 Job = Callable[[], None]
 
 FLUSH_EVERY_S = 0.5
 _EVENT_POLL_S = 0.001
+UPDATES_EVERY = RECENT + 1
+"""Steps between two rows of table `updates`: once in a group of versions."""
 
 
 class Worker:
@@ -43,6 +46,7 @@ class Worker:
         self._found: set[tuple[str, str]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._history = WeightHistory()
+        self._updates_due: dict[str, int] = {}
         self._streams: dict[torch.device, Any] = {}
         self._last_flush = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mxprobe-worker", daemon=True)
@@ -153,7 +157,22 @@ class Worker:
     def keep_versions(self, copies: list[Copies]) -> None:
         """Add the weights of a step to the history; a job."""
         for each in copies:
-            self.aside(each.device, [each.ready], lambda each=each: self._history.keep(each))
+            self.aside(each.device, [each.ready], lambda each=each: self._keep(each))
+
+    def _keep(self, copies: Copies) -> None:
+        self._history.keep(copies)
+        for name, version in copies.versions.items():
+            newest = self._history.newest(name)
+            due = self._updates_due.get(name, 0) <= version.step
+            if len(newest) == 3 and due and not self._stopping:
+                self._updates_due[name] = version.step + UPDATES_EVERY
+                self._recorder.add("updates", self._update(name, *newest))
+
+    def _update(self, name: str, earlier: Version, before: Version, now: Version) -> dict[str, Any]:
+        values = update_row(earlier.weight, before.weight, now.weight, rule=self._config.rule)
+        steps = {"step": self.step_base + now.step, "from_step": self.step_base + before.step}
+        how = {"module": name, "format": "mxfp4", "rule": self._config.rule}
+        return {**steps, "time_ns": time.time_ns(), **how, **values}
 
     def _measure_here(self, snapshots: list[Snapshot]) -> None:
         rows = measure_step(

@@ -8,7 +8,9 @@ from typing import Any
 
 from mxprobe.schema import PLAIN_WORDS, Component, Role, Verdict
 
+from .exclusion import ExclusionCurve
 from .thresholds import Thresholds
+from .updates import UpdateVisibility
 
 JSON_SCHEMA = "mxprobe.recommend/1"
 
@@ -131,6 +133,10 @@ class Recommendation:
     what_would_change: str
     snippet: Snippet | None
     caveats: tuple[str, ...]
+    exclusion: tuple[ExclusionCurve, ...] = ()
+    """What keeping modules out of MXFP4 would buy, in BF16 and in MXFP8; empty without sensitivities."""
+    updates: UpdateVisibility | None = None
+    """Whether the optimizer's updates reach the quantized weights."""
 
     @property
     def plain_words(self) -> str:

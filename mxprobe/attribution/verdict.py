@@ -1,7 +1,7 @@
 """From a trace to a recommendation: the decision, its stability, its reasons and its words."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -13,12 +13,14 @@ from . import evidence, words
 from .agreement import resample_agreement, with_held_out_gains
 from .coverage import coverage_of
 from .decision import Decision, decide
+from .exclusion import BF16, MXFP8, ExclusionCurve, exclusion_curve
 from .measured import Measured, measure
 from .recommendation import CorrectionScore, Recommendation, Snippet
 from .sentences import headline, what_would_change
 from .snippets import FRAMEWORKS, Emulated, snippet_for
 from .symptom import quantized_modules
 from .thresholds import Thresholds
+from .updates import update_visibility
 
 
 def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: str | None = None) -> Recommendation:
@@ -53,6 +55,8 @@ def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: 
         what_would_change=what_would_change(decision, measured, thresholds),
         snippet=_snippet(trace, measured, decision, thresholds, framework),
         caveats=tuple(_caveats(trace, measured, decision)),
+        exclusion=tuple(_exclusion(trace, _framework(trace, framework))),
+        updates=update_visibility(trace.table("updates")),
     )
 
 
@@ -64,12 +68,31 @@ def _ordered(scores: tuple[CorrectionScore, ...], chosen: tuple[str, ...]) -> tu
     return tuple(sorted(scores, key=key))
 
 
+def _framework(trace: Trace, given: str | None) -> str:
+    if given is not None:
+        return given
+    found = trace.signals()["framework"].dropna().astype(str)
+    return next((name for name in found.unique() if name in FRAMEWORKS), "torch")
+
+
+def _exclusion(trace: Trace, framework: str) -> Iterator[ExclusionCurve]:
+    sensitivity = trace.sensitivity()
+    if sensitivity.empty:
+        return
+    tensors = trace.table("tensors", ("module", "role", "out_e2"))
+    whatif = trace.table("whatif", ("module", "role", "correction", "out_e2"))
+    for keep in (BF16, MXFP8):
+        curve = exclusion_curve(
+            sensitivity, trace.modules(), keep=keep, tensors=tensors, whatif=whatif, framework=framework
+        )
+        if curve is not None:
+            yield curve
+
+
 def _snippet(
     trace: Trace, measured: Measured, decision: Decision, thresholds: Thresholds, framework: str | None
 ) -> Snippet | None:
-    if framework is None:
-        found = trace.signals()["framework"].dropna().astype(str)
-        framework = next((name for name in found.unique() if name in FRAMEWORKS), "torch")
+    framework = _framework(trace, framework)
     if not decision.chosen:
         return None
     quantized = quantized_modules(measured, np.ones(measured.n_clusters), thresholds)

@@ -7,6 +7,7 @@ from mxprobe.schema import Component, Role
 from mxprobe_kernels.formats import Correction, CorrectionKind
 
 from .recommendation import OperandGroup
+from .updates import UpdateVisibility
 
 ROLE_WORDS: dict[Role, str] = {
     Role.X_FWD: "inputs",
@@ -79,3 +80,13 @@ def number(value: float) -> str:
     if math.isnan(value):
         return "unknown"
     return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}"
+
+
+def update_words(seen: UpdateVisibility) -> str:
+    """What `UpdateVisibility` says, in two sentences."""
+    back = f"; {percent(seen.return_frac)} of these go back to the value before" if seen.return_frac >= 0 else ""
+    return (
+        f"An update changes the weights by {number(seen.relative_update)} of their norm and the MXFP4 value of "
+        f"{number(100.0 * seen.flip_frac)} % of them{back} (measured, {seen.n_modules} modules, {seen.n_steps} steps). "
+        f"What arrives has cosine {number(seen.cosine)} with the update and {number(seen.norm_ratio)} times its norm."
+    )

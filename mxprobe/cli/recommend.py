@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mxprobe.attribution import CorrectionScore, Recommendation
+    from mxprobe.attribution.exclusion import ExclusionCurve
 
 _KEY_EVIDENCE = ("log_prob", "mismatch", "weight_lag", "rule_mismatch", "realised_over_predicted", "component", "where")
 _SHORT_SNIPPET_LINES = 12
+_AFTER_KNEE, _MAX_POINTS = 3, 24
 _CAPTION = (
     "gain: part of the GEMM-output error removed, measured; held: on steps that did not choose; recovery: part of the "
     "named component mended; cost: extra GEMM passes, estimated; cures: symptom under its gate, predicted"
@@ -69,6 +71,8 @@ def show(
     from rich.console import Console
     from rich.padding import Padding
 
+    from mxprobe.attribution.words import update_words
+
     out = console or Console(highlight=False)
     agreement, coverage = recommendation.agreement, recommendation.coverage
     words, headline = recommendation.plain_words, recommendation.headline
@@ -95,6 +99,11 @@ def show(
             how = f"mxprobe recommend TRACE --framework {_escape(snippet.framework)}"
             out.print(f"\nThe code that switches it on: [bold]{how}[/]")
     if explain:
+        for curve in recommendation.exclusion:
+            _show_exclusion(out, curve)
+        if recommendation.updates is not None:
+            out.print("\n[bold]Do updates reach the quantized weights?[/]")
+            out.print(Padding(_escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
         out.print("\n[bold]Caveats[/]")
         for caveat in recommendation.caveats:
             out.print(Padding(f"- {_escape(caveat)}", (0, 0, 0, 2)))
@@ -102,6 +111,34 @@ def show(
         out.print(Padding(", ".join(f"{k} = {v}" for k, v in vars(recommendation.thresholds).items()), (0, 0, 0, 2)))
     elif recommendation.caveats:
         out.print(f"[dim]{len(recommendation.caveats)} caveats: --explain[/]")
+
+
+def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
+    """The curve around its knee, and the pattern list of the modules up to it."""
+    from rich.padding import Padding
+
+    from mxprobe.attribution.words import number
+
+    kept_in = "BF16" if curve.keep == "keep_high_precision" else curve.keep.upper()
+    out.print(
+        f"\n[bold]Keeping modules in {kept_in}[/]: predicted KL against share of forward GEMM work "
+        f"(Delta2 of {curve.n_microbatches} microbatches)"
+    )
+    last = len(curve.points) - 1
+    shown = sorted({*range(min(curve.knee + _AFTER_KNEE, last) + 1), last})
+    if len(shown) > _MAX_POINTS:
+        shown = [*shown[:3], *shown[-(_MAX_POINTS - 3) :]]
+    before = -1
+    for k in shown:
+        point = curve.points[k]
+        gap = "[dim]...[/]\n" if k > before + 1 else ""
+        mark = " [bold]<- knee[/]" if k == curve.knee else ""
+        text = f"{gap}{k:>4}  {100 * point.flops_frac:5.1f} %  {number(point.predicted_kl):>8} nats  "
+        out.print(Padding(f"{text}{_escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
+        before = k
+    if curve.patterns:
+        out.print(f"  exactly these, as {_escape(curve.framework)} spells it:")
+        out.print(_escape(json.dumps(list(curve.patterns))), soft_wrap=True)
 
 
 def _parse(text: str) -> tuple[str, float]:

@@ -1,0 +1,134 @@
+"""Which modules to keep out of MXFP4, and what each further one buys: predicted KL against the work that stays.
+
+    KL(kept) = sum over modules not kept of Delta2 / 2, inputs and weights        (first order: effects are added)
+    kept in MXFP8: Delta2 times what MXFP8 leaves of the operand's error in the GEMM's output
+
+Modules are taken greedily by predicted KL per FLOP. The knee is the point farthest below the straight line from nothing
+kept to everything kept, both axes from 0 to 1: up to it a share of the work buys more than its share of the KL.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from mxprobe.schema import Role
+from mxprobe_kernels.formats import CorrectionKind
+
+from .patterns import exact_patterns
+from .sensitivity import operand_sensitivity
+
+BF16, MXFP8 = CorrectionKind.KEEP_HIGH_PRECISION.value, CorrectionKind.MXFP8.value
+_FORWARD = (Role.X_FWD.value, Role.W_FWD.value)
+
+
+@dataclass(frozen=True)
+class ExclusionPoint:
+    """The state after the k-th module was kept."""
+
+    k: int
+    module: str
+    """The k-th; "" for k = 0."""
+    flops_frac: float
+    """Share of the forward GEMM FLOPs of the modules with a sensitivity that is kept."""
+    predicted_kl: float
+    """Nats per token that remain."""
+
+
+@dataclass(frozen=True)
+class ExclusionCurve:
+    keep: str
+    """`keep_high_precision` or `mxfp8`: what the kept modules run in."""
+    points: tuple[ExclusionPoint, ...]
+    knee: int
+    """k of the knee."""
+    n_microbatches: int
+    """Replayed microbatches behind the sensitivities, of the module with fewest."""
+    framework: str
+    patterns: tuple[str, ...]
+    """The modules up to the knee as the framework spells a list of what to leave out; exactly these."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return tuple(point.module for point in self.points[1 : self.knee + 1])
+
+
+def exclusion_curve(
+    sensitivity: pd.DataFrame,
+    modules: pd.DataFrame,
+    *,
+    keep: str = BF16,
+    tensors: pd.DataFrame | None = None,
+    whatif: pd.DataFrame | None = None,
+    framework: str = "torch",
+) -> ExclusionCurve | None:
+    """The curve of a trace's frames; None where they do not say enough.
+
+    sensitivity, modules, tensors, whatif: the trace's tables of these names; the last two for `mxfp8` only, where
+    modules without its what-if are left out. Patterns are tested against all names in `modules`.
+    """
+    operands = operand_sensitivity(sensitivity)
+    operands = operands[operands["role"].isin(_FORWARD)]
+    left = _left(operands, tensors, whatif) if keep == MXFP8 else pd.Series(0.0, index=operands.index)
+    flops = _flops(modules)
+    saved: dict[str, float] = {}
+    for name, part in operands.assign(saved=operands["predicted_kl"] * (1.0 - left)).groupby("module", observed=True):
+        if flops.get(str(name), 0.0) > 0 and part["saved"].notna().all():
+            saved[str(name)] = float(part["saved"].sum())
+    if not saved:
+        return None
+    used = operands[operands["module"].isin(list(saved))]
+    total, work = float(used["predicted_kl"].sum()), sum(flops[name] for name in saved)
+    order = sorted(saved, key=lambda name: -saved[name] / flops[name])
+    points = [ExclusionPoint(0, "", 0.0, total)]
+    kl, kept = total, 0.0
+    for k, name in enumerate(order, start=1):
+        kl, kept = kl - saved[name], kept + flops[name]
+        points.append(ExclusionPoint(k, name, kept / work, max(kl, 0.0)))
+    knee = knee_of([point.flops_frac for point in points], [point.predicted_kl for point in points])
+    chosen = [point.module for point in points[1 : knee + 1]]
+    return ExclusionCurve(
+        keep=keep,
+        points=tuple(points),
+        knee=knee,
+        n_microbatches=int(used["n_microbatches"].min()),
+        framework=framework,
+        patterns=tuple(exact_patterns(framework, chosen, modules["module"].astype(str).unique().tolist())),
+    )
+
+
+def knee_of(x: Sequence[float], y: Sequence[float]) -> int:
+    """Index of the point farthest below the line from first to last, both axes scaled to [0, 1]; 0 if none is below."""
+    xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    width, height = xs[-1] - xs[0], ys[0] - ys[-1]
+    if width <= 0 or height <= 0:
+        return 0
+    below = 1.0 - (xs - xs[0]) / width - (ys - ys[-1]) / height
+    return int(below.argmax()) if below.max() > 1e-9 else 0
+
+
+def exclusion_frame(curve: ExclusionCurve) -> pd.DataFrame:
+    """Columns `k`, `module`, `flops_frac`, `predicted_kl`, `is_knee`: what a chart draws, in order."""
+    rows = [vars(point) | {"is_knee": point.k == curve.knee} for point in curve.points]
+    return pd.DataFrame(rows, columns=["k", "module", "flops_frac", "predicted_kl", "is_knee"])
+
+
+def _left(operands: pd.DataFrame, tensors: pd.DataFrame | None, whatif: pd.DataFrame | None) -> pd.Series:
+    """Per operand the part of its output error that MXFP8 leaves; NaN where it was not measured."""
+    nothing = pd.Series(np.nan, index=operands.index)
+    if tensors is None or whatif is None:
+        return nothing
+    key = ["module", "role"]
+    before = tensors.groupby(key, observed=True)["out_e2"].sum()
+    after = whatif[whatif["correction"] == MXFP8].groupby(key, observed=True)["out_e2"].sum()
+    left = (after / before.where(before > 0)).clip(0.0, 1.0)
+    names = left.index.to_frame(index=False).astype(str)
+    known = dict(zip(zip(names["module"], names["role"], strict=True), left.tolist(), strict=True))
+    keys = zip(operands["module"].astype(str), operands["role"].astype(str), strict=True)
+    return pd.Series([known.get(each, np.nan) for each in keys], index=operands.index)
+
+
+def _flops(modules: pd.DataFrame) -> Mapping[str, float]:
+    total = modules.groupby(modules["module"].astype(str))["gemm_flops"].sum()
+    return dict(zip(total.index.astype(str), total.tolist(), strict=True))

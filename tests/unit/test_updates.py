@@ -1,0 +1,105 @@
+"""Do updates reach the quantized weights: counts and sums against products written out, ratios, and a real run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import mxprobe_kernels
+from mxprobe.agent.codes import copy_versions
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.updates import near_boundary, update_row
+from mxprobe.agent.worker import Worker
+from mxprobe.attribution.updates import update_ratios, update_visibility
+from mxprobe.attribution.words import update_words
+from mxprobe.protocol import AgentConfig
+from mxprobe.schema import TABLES
+
+BLOCK = [6.0, *[1.0] * 31]  # s = 1
+
+
+def block(**changed: float) -> torch.Tensor:
+    values = list(BLOCK)
+    for index, value in changed.items():
+        values[int(index[1:])] = value
+    return torch.tensor([values])
+
+
+def test_what_crosses_a_boundary_arrives_as_a_whole_step():
+    earlier, before = block(i1=1.3, i2=1.2), block(i1=1.2, i2=1.2)
+    now = block(i1=1.26, i2=1.21)  # the boundary is at 1.25: i1 goes back to 1.5, i2 stays at 1
+    row = update_row(earlier, before, now)
+    assert (row["n"], row["n_flipped"], row["n_code_flipped"], row["n_returned"]) == (32, 1, 1, 1)
+    assert row["sum_dw2"] == pytest.approx(0.06**2 + 0.01**2, rel=1e-4)
+    assert row["sum_dq2"] == row["sum_abs_dq"] ** 2 == 0.25
+    assert row["sum_dw_dq"] == pytest.approx(0.06 * 0.5, rel=1e-4)
+    assert row["n_near"] == 2  # .05 from the boundary is a tenth of the step, 1.2000000477 just within
+    assert update_row(None, before, now)["n_returnable"] == 0
+
+
+def test_a_scale_that_doubles_moves_values_whose_code_stays():
+    before, now = block(), block(i0=6.5)
+    row = update_row(None, before, now)
+    q = [mxprobe_kernels.quantize_dequantize(w)[0] for w in (before, now)]
+    assert row["n_flipped"] == int((q[0] != q[1]).sum()) == 0  # 6.5 -> 6 at s = 2, and ones are ones at half the code
+    assert row["n_code_flipped"] == 32
+
+
+def test_values_not_finite_and_beyond_a_block_count_as_unchanged():
+    before, now = block(), block(i3=float("nan"))
+    row = update_row(before, before, now)
+    assert row["n_flipped"] == row["n_code_flipped"] == 0
+    assert np.isfinite([value for name, value in row.items() if name.startswith("sum")]).all()
+
+
+def test_evenly_spread_elements_are_near_a_boundary_one_time_in_five():
+    generator = torch.Generator().manual_seed(0)
+    w = torch.rand(400, 32, generator=generator) * 12.0 - 6.0
+    w[:, 0] = 6.0
+    near = near_boundary(mxprobe_kernels.error_fields(w))
+    assert float(near[:, 1:].float().mean()) == pytest.approx(0.2, abs=0.01)
+
+
+def test_ratios_add_first_and_divide_last():
+    rows = pd.DataFrame([{"module": m, "step": s, **update_row(None, block(), block(i1=v))} for m, s, v in
+                         (("a", 1, 1.26), ("a", 2, 1.1), ("b", 1, 1.0))])  # fmt: skip
+    found = update_ratios(rows).set_index("module")
+    assert found.loc["a", "flip_frac"] == pytest.approx(1 / 64)
+    assert found.loc["a", "norm_ratio"] == pytest.approx(np.sqrt(0.25 / (0.26**2 + 0.1**2)), rel=1e-4)
+    assert found.loc["a", "cosine"] == pytest.approx(0.26 * 0.5 / np.sqrt(0.25 * (0.26**2 + 0.1**2)), rel=1e-4)
+    assert np.isnan(found.loc["a", "return_frac"])
+    assert np.isnan(found.loc["b", "norm_ratio"])
+    seen = update_visibility(rows)
+    assert seen is not None
+    assert (seen.n_modules, seen.n_steps) == (2, 2)
+    assert "cosine" in update_words(seen)
+    assert update_visibility(rows.iloc[:0]) is None
+
+
+def test_the_worker_writes_a_row_per_module_once_in_a_group_of_versions():
+    rows: list[dict[str, Any]] = []
+    recorder: Any = SimpleNamespace(add=lambda table, row: rows.append({"table": table, **row}), flush=lambda: None)
+    worker = Worker(AgentConfig(), recorder, Guard(1, lambda *_: None, lambda: None))
+    module = nn.Linear(64, 8)
+    for step in (1, 2, 3, 4, 5, 9, 10, 11, 12):  # as around two probed steps
+        with torch.no_grad():
+            module.weight.add_(0.05 * torch.randn(8, 64, generator=torch.Generator().manual_seed(step)))
+        copies = copy_versions(step, {"a": module, "b": module})
+        worker.put(lambda copies=copies: worker.keep_versions(copies))
+    assert worker.drain(60)
+    worker.stop(60)
+    assert {row.pop("table") for row in rows} == {"updates"}
+    assert all(set(row) == {name for name, _ in TABLES["updates"]} for row in rows)
+    assert [(row["module"], row["from_step"], row["step"]) for row in rows] == [
+        ("a", 2, 3),
+        ("b", 2, 3),
+        ("a", 10, 11),
+        ("b", 10, 11),
+    ]
+    assert all(row["n_flipped"] > 0 and row["n_returnable"] == row["n"] for row in rows)
