@@ -6,6 +6,8 @@ EXIT_USAGE = 2
 EXIT_TRACE = 3
 EXIT_ATTACH = 4
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
+"""128 + SIGPIPE: whoever read the output has left, e.g. `| head -1`."""
 
 
 class MxprobeError(Exception):

@@ -100,7 +100,8 @@ def _gates(
     thresholds: Thresholds,
 ) -> tuple[Verdict | None, Reason]:
     """Steps 1 to 4; no verdict yet when there is a symptom that rounding explains."""
-    if not measured.outputs:
+    realised = [sums.realised(weights) for sums in measured.outputs.values()]
+    if not any(np.isfinite(error).any() for error in realised):
         return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_ROWS
     if not any(mask.any() for mask in quantized.values()):
         return Verdict.NOTHING_QUANTIZED, Reason.HIGH_PRECISION

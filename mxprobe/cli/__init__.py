@@ -1,16 +1,20 @@
 """The command line: one module per command, imported when it is called; errors become words and exit codes here.
 
 Exit codes: 0 ok, 1 a checked threshold is breached, 2 usage, 3 no or bad trace, 4 could not attach,
-130 interrupted (Ctrl-C).
+130 interrupted (Ctrl-C), 141 whoever read the output has left (`| head -1`).
 """
 
+import contextlib
+import errno
 import importlib
+import os
+import sys
 from typing import Any
 
 import click
 
 from mxprobe._version import __version__
-from mxprobe.errors import EXIT_INTERRUPTED, MxprobeError
+from mxprobe.errors import EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, MxprobeError
 
 # Name -> what `--help` says, so that listing the commands imports none of them.
 COMMANDS: dict[str, str] = {
@@ -18,9 +22,11 @@ COMMANDS: dict[str, str] = {
     "detach": "Take the probe off a process; its trace is closed.",
     "status": "Show what is attached, and how it is doing.",
     "trigger": "Go to full statistics now; with --record, keep what came before.",
-    "run": "Start a job that can be attached without ptrace.",
+    "set": "Switch the recipe of a live run at a step boundary. Changes the training.",
+    "run": "Start a job that can be attached without ptrace, or under emulation.",
     "report": "Write a trace as one offline HTML page.",
     "recommend": "Give the verdict, its evidence and a correction.",
+    "replay": "Say what replayed microbatches show: policy and gradient under each rounding.",
     "compare": "Say what changed from one run to another, and whether the correction helped.",
     "audit": "Say which modules are quantized on which side, by which rule, and what goes wrong.",
     "check": "Hold a trace against limits; exit 1 when one is breached.",
@@ -71,18 +77,37 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         ctx.default_map = _ConfiguredDefaults()
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except KeyboardInterrupt:
             raise _interrupted() from None
         except MxprobeError as error:
             click.echo(f"mxprobe: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ENOSPC):
+                raise
+            raise _not_written(error) from None
+        except SystemExit as error:
+            if isinstance(error.__context__, BrokenPipeError):  # how rich ends
+                raise _not_written(error.__context__) from None
+            raise
 
 
 def _interrupted() -> click.exceptions.Exit:
     """click's own code for an interrupt is 1, which here says that a threshold is breached."""
     click.echo("\nmxprobe: interrupted", err=True)
     return click.exceptions.Exit(EXIT_INTERRUPTED)
+
+
+def _not_written(error: OSError) -> click.exceptions.Exit:
+    """Standard output takes no more. What is left in its buffer goes nowhere, so that Python's end is quiet."""
+    if error.errno == errno.ENOSPC:
+        click.echo(f"mxprobe: {error.strerror}: what was to be written is not there in full", err=True)
+    with contextlib.suppress(OSError, ValueError):  # standard output may be no file, or closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return click.exceptions.Exit(EXIT_USAGE if error.errno == errno.ENOSPC else EXIT_PIPE)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

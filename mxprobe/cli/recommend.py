@@ -47,6 +47,7 @@ def command(trace: Path, as_json: bool, explain: bool, framework: str | None, ov
     different things.
     """
     from mxprobe.attribution import recommend
+    from mxprobe.cli.emptiness import require_measurements
     from mxprobe.config import load
     from mxprobe.trace import open_trace
 
@@ -62,6 +63,7 @@ def command(trace: Path, as_json: bool, explain: bool, framework: str | None, ov
         click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
     else:
         show(recommendation, explain=explain, with_snippet=explain or framework is not None)
+    require_measurements(opened)
 
 
 def show(

@@ -33,6 +33,7 @@ def command(trace: Path, output: Path | None, against: Path | None, as_json: boo
     The page makes no network request and can be mailed or archived as it is.
     """
     from mxprobe.attribution import recommend
+    from mxprobe.cli.emptiness import require_measurements
     from mxprobe.comparison import compare
     from mxprobe.config import load
     from mxprobe.trace import open_trace
@@ -61,3 +62,4 @@ def command(trace: Path, output: Path | None, against: Path | None, as_json: boo
         click.echo(json.dumps({"path": str(path), "size_bytes": path.stat().st_size, **report.summary()}, indent=2))
     else:
         click.echo(str(path))
+    require_measurements(opened)

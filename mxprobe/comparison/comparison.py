@@ -2,7 +2,7 @@
 
 import html
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -63,7 +63,8 @@ def compare(a: Trace, b: Trace, thresholds: Thresholds | None = None) -> Compari
     """
     alignment = align(a, b)
     prediction, symptom = check_prediction(a, b, alignment, thresholds or Thresholds())
-    signals = signal_changes(a, b, alignment)
+    signals, errors = signal_changes(a, b, alignment), error_changes(a, b, alignment)
+    alignment = replace(alignment, warnings=(*alignment.warnings, *_not_finite(errors)))
     return Comparison(
         a=str(a.directory),
         b=str(b.directory),
@@ -73,8 +74,19 @@ def compare(a: Trace, b: Trace, thresholds: Thresholds | None = None) -> Compari
         prediction=prediction,
         symptom=symptom,
         signals=signals,
-        errors=error_changes(a, b, alignment),
+        errors=errors,
     )
+
+
+def _not_finite(errors: tuple[ErrorChange, ...]) -> list[str]:
+    """A run whose errors are all NaN must not read as one in which nothing changed."""
+    energies = [each for each in errors if each.measure != "zero_frac"]
+    sides = {"A": [each.a for each in energies], "B": [each.b for each in energies]}
+    return [
+        f"No error of {side} is a finite number: nothing can be said about what changed in them."
+        for side, values in sides.items()
+        if values and not any(math.isfinite(value) for value in values)
+    ]
 
 
 def _headline(prediction: PredictionCheck, symptom: SymptomChange | None, signals: tuple[SignalChange, ...]) -> str:

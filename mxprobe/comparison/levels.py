@@ -87,7 +87,9 @@ def error_changes(a: Trace, b: Trace, alignment: Alignment) -> tuple[ErrorChange
 
 def ratio_of_levels(a: pd.Series, b: pd.Series, *, paired: bool) -> tuple[float, float, float, float, float]:
     """Geometric means of two series by step, B / A, and its 95 % interval. NaN ratios where either is negligible."""
-    x, y = _pair(a, b) if paired else (a.to_numpy(dtype=float), b.to_numpy(dtype=float))
+    x, y = a.to_numpy(dtype=float), b.to_numpy(dtype=float)
+    if paired and x.size and y.size:
+        x, y = _pair(a, b)
     if not (_is_positive(x) and _is_positive(y)):
         return _mean(x), _mean(y), math.nan, math.nan, math.nan
     log_x, log_y = np.log(x), np.log(y)

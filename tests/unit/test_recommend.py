@@ -157,9 +157,10 @@ def test_wrong_traces_answer_in_words(run, tmp_path: Path) -> None:
         assert "what to do" in done.stderr
     TraceWriter(tmp_path / "empty", {}).close()
     done = run(tmp_path / "empty")
-    assert done.exit_code == 0
+    assert done.exit_code == EXIT_TRACE
     assert "Not enough evidence" in done.stdout
     assert "The trace is empty" in done.stderr
+    assert "nothing was measured" in done.stderr
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
