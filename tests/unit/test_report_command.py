@@ -109,7 +109,12 @@ def test_a_trace_beyond_the_limits_is_read_in_windows_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compaction, "ROWS_PER_GROUP", 84)  # two steps of one layer's operands
-    path = trace_files.write_trace(tmp_path / "long.mxprobe", trace_files.frames(1, 16, 1))
+    path, tables = tmp_path / "long.mxprobe", trace_files.frames(1, 16, 1)
+    writer = TraceWriter(path, {})
+    for step in range(1, 17):
+        of_step = {name: rows[rows["step"] == step] for name, rows in tables.items() if name != "modules"}
+        trace_files.append(writer, of_step)
+    writer.close()
     whole = json.loads(report(path, "--json").stdout)
     assert whole["n_probed_steps"] == 16
     monkeypatch.setitem(inputs.MAX_ROWS, "tensors", 168)  # a quarter of the rows
