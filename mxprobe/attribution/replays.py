@@ -20,6 +20,8 @@ from .gradients import error_ratios
 from .intervals import t_quantile
 
 PLAIN, CONTROLS = "q", ("noise", "flip")
+REFERENCES = ("high", "floor")
+"""Arms that round nothing: high precision, and high precision in another composition of the batch."""
 SEQUENCE = (PLAIN, "qstar", "qstar_dz")
 PARTS = ("scale", "deadzone", "grid")
 _MICROBATCH = ("step", "micro_step", "rank")
@@ -41,8 +43,8 @@ def arm_effects(replays: pd.DataFrame) -> pd.DataFrame:
     """One row per arm of a `replays` frame, in nats per token.
 
     Columns: `arm`, `estimator`, `n_microbatches`, `kl`, `kl_low`, `kl_high`, `gain`, `gain_low`, `gain_high` (part of
-    the plain quantizer's KL that the arm removes; NaN for `q` and `high`, or without `q`), `log_prob_shift`,
-    `entropy_shift`.
+    the plain quantizer's KL that the arm removes; NaN for `q` and for arms that round nothing, or without `q`),
+    `log_prob_shift`, `entropy_shift`.
     """
     kl, tokens = _wide(replays, "sum_kl"), _wide(replays, "n_tokens")
     found: list[dict[str, object]] = []
@@ -51,7 +53,7 @@ def arm_effects(replays: pd.DataFrame) -> pd.DataFrame:
         n_tokens = float(rows["n_tokens"].sum())
         own = ratio_of(kl[arm].to_numpy(float), tokens[arm].to_numpy(float))
         gain = Estimate(np.nan, np.nan, np.nan, 0)
-        if PLAIN in kl and arm not in (PLAIN, "high"):
+        if PLAIN in kl and arm not in (PLAIN, *REFERENCES):
             left = ratio_of(kl[arm].to_numpy(float), kl[PLAIN].to_numpy(float))
             gain = Estimate(1.0 - left.value, 1.0 - left.high, 1.0 - left.low, left.n)
         found.append(

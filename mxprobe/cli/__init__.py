@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "report": "Write a trace as one offline HTML page.",
     "recommend": "Give the verdict, its evidence and a correction.",
     "replay": "Say what replayed microbatches show: policy and gradient under each rounding.",
+    "replay": "Say what replayed microbatches show: policy and gradient under each rounding.",
     "compare": "Say what changed from one run to another, and whether the correction helped.",
     "audit": "Say which modules are quantized on which side, by which rule, and what goes wrong.",
     "check": "Hold a trace against limits; exit 1 when one is breached.",
