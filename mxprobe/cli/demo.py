@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.demo.runner import PROBE_EVERY, STEPS, WHAT_RUNS, DemoPaths, Scenario, Step, record, require_trl
+from mxprobe.demo.runner import PROBE_EVERY, STEPS, WHAT_RUNS, DemoPaths, Scenario, Step, record, replay, require_trl
 from mxprobe.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from mxprobe.demo.loop import Foretold
 
 
 @click.command("demo")
@@ -31,7 +33,8 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
     """Train a tiny Qwen3 with TRL's GRPO on the CPU, attach to it from outside, report, recommend.
 
     Where a correction is recommended, the job runs a second time, same seed, with the recommended code applied, and
-    the two are compared. The job is a plain Python script in a process of its own. Takes one to three minutes.
+    the two are compared: errors, reward, entropy, and the disagreement of rollout and trainer against what the first
+    run foretold. The job is a plain Python script in a process of its own. Takes one to three minutes.
     """
     require_trl()
     from rich.console import Console
@@ -41,6 +44,7 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
     from mxprobe.cli import compare as compare_command
     from mxprobe.cli.recommend import show
     from mxprobe.comparison import compare
+    from mxprobe.demo.loop import foretell, mismatch_of
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
 
@@ -66,15 +70,34 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
     if recommendation.chosen and snippet is not None and snippet.language == "python" and not once:
         paths.correction.write_text(snippet.text)
         paths.second.directory.mkdir()
+        first = replay(chosen, paths, seed=seed, correction=paths.correction)
         status.print(f"\n[bold]again[/], same seed, with that code applied ({escape(str(paths.correction))}) …")
         _record_with_progress(chosen, paths.second, status, seed=seed, apply=paths.correction)
         corrected = open_trace(paths.second.trace)
         write_report(corrected, recommend(corrected), paths.second.report)
         compare_command.show(compare(trace, corrected))
+        second = replay(chosen, paths.second, seed=seed, correction=paths.correction)
+        _show_foretold(foretell(first, second, (mismatch_of(trace), mismatch_of(corrected))))
 
     written = [paths.trace, paths.report, paths.second.trace, paths.second.report]
     status.print("\nwritten " + escape("\n        ".join(str(path) for path in written if path.exists())))
     status.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
+
+
+def _show_foretold(found: tuple[Foretold, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rollout against trainer", "first run", "predicted", "second run", ""):
+        table.add_column(heading, justify="left" if heading in ("rollout against trainer", "") else "right")
+    for each in found:
+        predicted = f"{each.predicted:.2g} [{each.low:.2g}, {each.high:.2g}]"
+        table.add_row(each.measure, f"{each.before:.2g}", predicted, f"{each.after:.2g}", str(each.moved))
+    out.print()
+    out.print(table)
+    out.print("[dim]nats per token. The trainer is in high precision: its gradients hold no error to correct.[/]")
 
 
 def _record_with_progress(

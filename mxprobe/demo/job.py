@@ -9,7 +9,8 @@ can be planted at the inputs of q/k/v/gate/up.
     python job.py --out DIR --outliers 32 --rollout mxfp4      reward stalls near 0.5
     ... --apply FILE                                           calls FILE's enable(model) before the trainer is built
 
-Writes DIR/metrics.jsonl (one line per step, as it trains) and DIR/result.json (hash of the final parameters).
+Writes DIR/metrics.jsonl (one line per step, as it trains), DIR/result.json (hash of the final parameters) and
+DIR/parameters.pt.
 """
 
 # A user's script, against libraries that are only partly typed.
@@ -183,7 +184,7 @@ def parameters_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="job.py", description="GRPO on a tiny Qwen3")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=250)
@@ -194,7 +195,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rollout", choices=RECIPES, default="none")
     parser.add_argument("--train", choices=RECIPES[:2], default="none")
     parser.add_argument("--apply", type=Path, help="Python file whose enable(model) is called on the model")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def prepare_model(options: argparse.Namespace) -> Qwen3ForCausalLM:
+    model = build_model(layers=options.layers, hidden=options.hidden)
+    if options.outliers:
+        plant_outliers(model, options.outliers)
+    emulate(model, train=options.train, rollout=options.rollout)
+    return model
 
 
 def main() -> None:
@@ -203,10 +212,7 @@ def main() -> None:
     torch.set_num_threads(1)  # at this size a second thread only spins
     transformers.set_seed(options.seed)
 
-    model = build_model(layers=options.layers, hidden=options.hidden)
-    if options.outliers:
-        plant_outliers(model, options.outliers)
-    emulate(model, train=options.train, rollout=options.rollout)
+    model = prepare_model(options)
     if options.apply:
         runpy.run_path(str(options.apply))["enable"](model)
 
@@ -249,6 +255,7 @@ def main() -> None:
     trainer.train()
     seconds = time.perf_counter() - started
     result = {"steps": options.steps, "seconds": seconds, "parameters_sha256": parameters_sha256(model)}
+    torch.save(model.state_dict(), options.out / "parameters.pt")
     (options.out / "result.json").write_text(json.dumps(result) + "\n")
     print(f"{options.steps} steps in {seconds:.1f} s", flush=True)
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from mxprobe.errors import MxprobeError, UsageError
 
+from .loop import Replay
+
 STEPS = 250
 PROBE_EVERY = 10
 DETACH_AT = 245
@@ -62,6 +64,11 @@ class DemoPaths:
     @property
     def job(self) -> Path:
         return self.directory / "job"
+
+    @property
+    def parameters(self) -> Path:
+        """The job's last weights."""
+        return self.job / "parameters.pt"
 
     @property
     def job_log(self) -> Path:
@@ -114,6 +121,22 @@ def job_command(
         *JOB_OPTIONS[scenario],
         *(("--apply", str(apply)) if apply else ()),
     ]
+
+
+def replay(scenario: Scenario, paths: DemoPaths, *, seed: int, correction: Path) -> Replay:
+    """KL of rollout and trainer on the finished job's last weights, without the correction and with it.
+
+    In a process of its own, a few seconds. Raises MxprobeError, with the end of what it printed, when it fails.
+    """
+    script = Path(__file__).with_name("replay.py")
+    options = ["--parameters", str(paths.parameters), "--apply", str(correction)]
+    of_job = ["--out", str(paths.job), "--seed", str(seed), *JOB_OPTIONS[scenario]]
+    done = subprocess.run([sys.executable, str(script), *options, *of_job], capture_output=True, text=True, check=False)
+    if done.returncode:
+        tail = "\n".join(done.stderr.strip().splitlines()[-12:])
+        raise MxprobeError("replaying the finished demo job failed", cause=tail)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Replay(tuple(found["plain"]), tuple(found["corrected"]))
 
 
 def read_steps(metrics_file: Path) -> list[Step]:

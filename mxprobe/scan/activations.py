@@ -32,7 +32,7 @@ from mxprobe.errors import MxprobeError
 from mxprobe.protocol import AgentConfig
 
 from .calibration import Batch
-from .model import BuiltModel
+from .model import BuiltModel, first_line
 
 ARMS = ("q", "qstar", "qstar_dz")
 
@@ -95,7 +95,8 @@ class Activations:
         except Exception as error:  # a foreign forward
             raise MxprobeError(
                 f"{self._built.class_name} cannot run the calibration inputs",
-                cause=f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}",
+                cause=first_line(error),
+                remedy="give other inputs, or scan without --calibration into another directory",
             ) from error
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:

@@ -58,7 +58,7 @@ class BuiltModel:
             except Exception as error:  # whatever a damaged tokenizer makes foreign code raise
                 raise UsageError(
                     f"no tokenizer of {self.directory} can be built",
-                    cause=_first_line(error),
+                    cause=first_line(error),
                     remedy="add the model's tokenizer files, or give token ids (.npy, .safetensors) for --calibration",
                 ) from None
             return tokenizer(list(lines), truncation=False)["input_ids"]
@@ -107,7 +107,7 @@ def build_model(checkpoint: Checkpoint, weights: Sequence[Weight]) -> BuiltModel
             )
             model, found = loaded
         except Exception as error:  # whatever the config makes foreign code raise
-            raise _cannot_build(directory, _first_line(error)) from None
+            raise _cannot_build(directory, first_line(error)) from None
     missing = sorted(name for name in found["missing_keys"] if not name.startswith(_UNUSED))
     if missing:
         listed = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
@@ -167,7 +167,8 @@ def _available_bytes() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Kind and first line of what foreign code raised."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 

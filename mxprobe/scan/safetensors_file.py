@@ -98,10 +98,11 @@ class SafetensorsFile:
         row_bytes = columns * BITS[entry.dtype] // 8
         n_bytes = (stop - start) * row_bytes
         into = (torch.empty(n_bytes, dtype=torch.uint8) if buffer is None else buffer)[:n_bytes]
+        memory: Any = into.numpy()
         try:
             with self.path.open("rb") as file:
                 file.seek(entry.begin + start * row_bytes)
-                n_read = file.readinto(memoryview(into.numpy()))
+                n_read = file.readinto(memory)
         except OSError as error:
             raise UsageError(f"{self.path}: tensor {entry.name}: cannot read it: {error.strerror or error}") from None
         if n_read != n_bytes:

@@ -57,7 +57,14 @@ def check_verdict(run: DemoRun, scenario: Scenario) -> None:
 
 @pytest.fixture(scope="module")
 def outliers(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
-    return run_demo(Scenario.OUTLIERS, 0, tmp_path_factory.mktemp("demo") / "outliers")
+    """The one demo run of the default suite."""
+    return run_demo(Scenario.OUTLIERS, 0, tmp_path_factory.mktemp("demo") / "outliers", "--once")
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
+    """With the second run, which follows the advice of the first."""
+    return run_demo(Scenario.OUTLIERS, 0, tmp_path_factory.mktemp("demo") / "loop")
 
 
 def test_outliers(outliers: DemoRun) -> None:
@@ -66,17 +73,21 @@ def test_outliers(outliers: DemoRun) -> None:
     assert outliers.paths.report.stat().st_size > 1_000_000  # plotly.js and the data are inside
 
 
-def test_following_the_advice_does_what_was_predicted(outliers: DemoRun) -> None:
-    compared = mxprobe("compare", str(outliers.paths.trace), str(outliers.paths.second.trace), "--json")
+@pytest.mark.slow
+def test_following_the_advice_does_what_was_predicted(loop: DemoRun) -> None:
+    compared = mxprobe("compare", str(loop.paths.trace), str(loop.paths.second.trace), "--json")
     assert compared.returncode == 0, compared.stderr
     answer = json.loads(compared.stdout)
     outcome = answer["prediction"]["outcome"]
     assert outcome in ("helped as predicted", "helped more than predicted"), answer["prediction"]
     rewards = [
         sum(step.reward for step in read_steps(paths.job / "metrics.jsonl")[-25:]) / 25
-        for paths in (outliers.paths, outliers.paths.second)
+        for paths in (loop.paths, loop.paths.second)
     ]
     assert rewards[1] > rewards[0] + 0.1
+    lines = {line.split("  ")[0]: line for line in loop.stdout.splitlines()}
+    assert lines["replayed KL"].rstrip().endswith("as predicted")
+    assert lines["mismatch"].rstrip().endswith("as predicted")
 
 
 @pytest.mark.browser
@@ -99,6 +110,7 @@ def test_page_of_the_demo_holds_data(outliers: DemoRun) -> None:
     assert drawn >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [Scenario.HEALTHY, Scenario.STALE])
 def test_other_scenarios(scenario: Scenario, tmp_path: Path) -> None:
     run = run_demo(scenario, 0, tmp_path / scenario)
@@ -113,22 +125,26 @@ def test_more_seeds(scenario: Scenario, seed: int, tmp_path: Path) -> None:
     check_verdict(run_demo(scenario, seed, tmp_path / scenario, "--once"), scenario)
 
 
-def test_training_is_bit_identical_with_and_without_attach(outliers: DemoRun, tmp_path: Path) -> None:
-    subprocess.run(job_command(Scenario.OUTLIERS, seed=0, out=tmp_path), check=True, capture_output=True, timeout=600)
-    control, attached = (
-        [
-            {key: value for key, value in json.loads(line).items() if key not in CLOCK_KEYS}
-            for line in (directory / "metrics.jsonl").read_text().splitlines()
+def metrics_of(directory: Path) -> list[dict[str, Any]]:
+    """The job's log, all digits, without what a clock says."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in CLOCK_KEYS} for line in lines]
+
+
+@pytest.mark.parametrize("steps", [60, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_training_is_bit_identical_with_and_without_attach(outliers: DemoRun, steps: int, tmp_path: Path) -> None:
+    """Sixty steps are probed six times; the whole run ends in the same parameters."""
+    command = job_command(Scenario.OUTLIERS, seed=0, out=tmp_path, steps=steps)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    control = metrics_of(tmp_path)
+    assert len(control) == steps
+    assert metrics_of(outliers.paths.job)[:steps] == control
+    if steps == STEPS:
+        hashes = [
+            json.loads((directory / "result.json").read_text())["parameters_sha256"]
+            for directory in (tmp_path, outliers.paths.job)
         ]
-        for directory in (tmp_path, outliers.paths.job)
-    )
-    assert len(control) == STEPS
-    assert attached == control
-    hashes = [
-        json.loads((directory / "result.json").read_text())["parameters_sha256"]
-        for directory in (tmp_path, outliers.paths.job)
-    ]
-    assert hashes[0] == hashes[1]
+        assert hashes[0] == hashes[1]
 
 
 def test_signals_are_the_jobs_own_numbers(outliers: DemoRun) -> None:
