@@ -242,6 +242,20 @@ TABLES: dict[str, Columns] = {
         ("sum_abs_dw", "float64"),
         ("sum_abs_dq", "float64"),
     ),
+    # The residual stream behind each block, the same tokens in two forwards: see mxprobe.agent.{streams,replay.paths}.
+    "layers": (
+        *_WHEN,
+        ("layer", "dict"),
+        ("depth", "int32"),  # 0 for the first block
+        # generation_training: prompt tokens, at the prefill of a generation and in the training forward. The floors,
+        # of a replay: the batch put together otherwise, with every Linear exact (floor) and as it runs (floor_own)
+        ("comparison", "dict"),
+        ("n_tokens", "int64"),
+        ("ref2", "float64"),  # sum over tokens of |s|^2, s a random projection of the stream
+        ("diff2", "float64"),
+        ("median_frac", "float64"),  # median over tokens of |difference|^2 / |s|^2
+        ("eps", "float64"),  # of the stream's dtype
+    ),
     # Log-probabilities of sampled tokens by rollout and trainer: see mxprobe.agent.{mismatch,logprobs,batch}.
     # d = log p_rollout - log p_train, w = exp(-d), dp = p_rollout - p_train; sums over tokens.
     "rollouts": (

@@ -21,10 +21,13 @@ from mxprobe.agent.generation import Generation, sampling_in_progress
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.head import Head, find_head
 from mxprobe.agent.logprobs import Scored, compute_dtype, pair_up, score_hidden, score_logits
+from mxprobe.agent.matching import match
 from mxprobe.agent.mismatch import ALL, Row, rollout_rows, signal_values
 from mxprobe.agent.replay.policy import find_policy
+from mxprobe.agent.replay.residuals import Difference
 from mxprobe.agent.sampling import seed_of
 from mxprobe.agent.snapshot import event_now
+from mxprobe.agent.streams import StreamTap, layer_rows
 from mxprobe.agent.taps.batches import Batch
 from mxprobe.agent.weights import effective_weight
 
@@ -41,11 +44,18 @@ Tell = Callable[[str, str], None]
 class Measurement:
     """A generation and its training forwards; `rows` waits for the device and belongs to the worker."""
 
-    def __init__(self, generation: Generation, scored: Sequence[Scored], step: int) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        scored: Sequence[Scored],
+        step: int,
+        streams: Sequence[tuple[str, int, Difference, float]] = (),
+    ) -> None:
         self.device = generation.prompt.device
         self.ready = event_now(self.device)
         self._generation = generation
         self._scored = scored
+        self._streams = list(streams)
         self._step = step
         self._time_ns = time.time_ns()
 
@@ -54,6 +64,10 @@ class Measurement:
         if generation.unaltered is not None and not bool(generation.unaltered):
             tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
             return []
+        layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
+        return [*layers, *self._token_rows(generation, when, tell)]
+
+    def _token_rows(self, generation: Generation, when: dict[str, int], tell: Tell) -> list[TableRow]:
         pairs = pair_up(generation, self._scored)
         if not len(pairs.log_prob_rollout):
             tell(EVENT, "not measured: none of the generated sequences was in a training batch of the same step")
@@ -89,11 +103,13 @@ class RolloutTap:
         """A generation has shown that the norm's output is what the lm_head gets."""
         self.computed_in: torch.dtype | None = None
         """Dtype of the last hidden states in training, once seen."""
+        self._streams = StreamTap()
         self._pid = os.getpid()
         self.forget()
 
     def forget(self) -> None:
         """Drop what is held of the step that ended."""
+        self._streams.forget()
         self._prefill: Generation | None = None
         self._generation: Generation | None = None
         self._is_drawing = False
@@ -115,6 +131,7 @@ class RolloutTap:
             return []
         self._head = head
         return [
+            *self._streams.watch(roots, self._guarded),
             head.embedding.register_forward_hook(self._guarded(self._on_embedding)),
             head.norm.register_forward_hook(self._guarded(self._on_norm)),
             head.lm_head.register_forward_hook(self._guarded(self._on_lm_head)),
@@ -146,13 +163,14 @@ class RolloutTap:
             return None
         self.armed = False
         generation, scored, step = self._generation, self._scored, self._clock.step
+        streams = self._streams.finish()
         self.forget()
         if generation is None or self._given_up:
             return None
         if not scored:
             self.tell(EVENT, f"not measured: {self._why_not_scored}")
             return None
-        return Measurement(generation, scored, step)
+        return Measurement(generation, scored, step, streams)
 
     @property
     def _why_not_scored(self) -> str:
@@ -186,9 +204,13 @@ class RolloutTap:
                 with undisturbed(ids.device.type):
                     self._train_ids = ids.detach().clone()
                     self._advantage = self._next_advantages(len(ids))
+                    self._streams.training(match(self._generation, ids))
         elif ids.shape[1] > 1:
             self._prefill = self._begin(ids)
+            if self._generation is None:
+                self._streams.prefill(self._prefill)
         else:
+            self._streams.decode()
             self._on_decode(ids)
 
     def _begin(self, ids: torch.Tensor) -> Generation | None:

@@ -12,6 +12,7 @@ from mxprobe.trace import Trace
 
 from . import ratios
 from .decision import Decision
+from .layers import FACTOR, first_divergence
 from .measured import Measured
 from .recommendation import Certainty, Coverage, Evidence
 from .rollouts import behind_words
@@ -45,6 +46,7 @@ def collect(
         *_log_probs(measured, thresholds),
         *_mismatch(decision, thresholds),
         *_weight_lag(measured),
+        *_divergence(trace),
         *_rules(decision, thresholds),
         *_fit(decision, thresholds),
         *_component(decision, thresholds),
@@ -107,8 +109,7 @@ def _log_probs(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
         "log_prob_mismatch",
         Certainty.MEASURED,
         f"mean |log p in rollout - in training| of {seen.n_tokens(weights):.0f} sampled tokens is "
-        f"{number(difference)} nats, KL {number(seen.kl(weights))} nats a token (k3); the floor of {seen.dtype} is "
-        f"{number(seen.floor)}",
+        f"{number(difference)} nats, KL {number(seen.kl(weights))} nats a token (k3); {seen.floor_words(weights)}",
         difference,
         seen.gate(thresholds),
         difference > seen.gate(thresholds),
@@ -121,6 +122,14 @@ def _log_probs(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
         thresholds.ess_loss,
         loss > thresholds.ess_loss,
     )
+    drift = seen.drift()
+    if drift is not None:
+        yield Evidence(
+            "mismatch_drift",
+            Certainty.ASSOCIATED,
+            f"the mismatch of the last quarter of the probed steps is {drift:.2g} times that of the first, mean |d|",
+            drift,
+        )
 
 
 def _weight_lag(measured: Measured) -> Iterator[Evidence]:
@@ -156,6 +165,25 @@ def _mismatch(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
     if seen.n_same_recipe:
         text += f"; {seen.n_same_recipe} compute the same function on both sides (one exact recipe) and count as 0"
     yield Evidence("mismatch", Certainty.MEASURED, text, seen.median, gate, seen.is_symptom(thresholds))
+
+
+def _divergence(trace: Trace) -> Iterator[Evidence]:
+    found = first_divergence(trace.layers())
+    if found is None:
+        return
+    basis = "measured" if found.is_measured else "of its dtype's rounding"
+    where = f"first apart behind {found.layer}, block {found.depth + 1} of {found.n_layers}"
+    if found.layer is None:
+        where = f"alike in all {found.n_layers} blocks"
+    yield Evidence(
+        "first_divergence",
+        Certainty.MEASURED,
+        f"the residual stream of the same prompt tokens in generation and in training is {where}: difference "
+        f"{number(found.difference)} of its energy there, floor {number(found.floor)} ({basis})",
+        found.difference,
+        FACTOR**2 * found.floor,
+        found.layer is not None,
+    )
 
 
 def _fit(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:

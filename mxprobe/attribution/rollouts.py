@@ -8,8 +8,9 @@ The floor is what two orders of summing the same numbers make of log-probabiliti
 a cached one-token forward against a whole one. See `FLOOR_NATS`.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 
 from .thresholds import Thresholds
-from .words import listed
+from .words import listed, number
 
 Array = npt.NDArray[np.float64]
 
@@ -31,6 +32,7 @@ FLOOR_NATS = {"float64": 1e-6, "float32": 1e-3}
 and at worst 2.8e-3: a last bit sends a value to the other side of a rounding tie."""
 FLOOR_NATS_16_BIT = 0.02
 """Logits near 10 are rounded by 2^-8 of that in bfloat16. An estimate, not measured on a large model."""
+MIN_DRIFT_CLUSTERS = 8
 BEHIND_SHARE = 0.5
 """Part of a module's probed rollouts that must use older weights for it to be called behind."""
 
@@ -41,6 +43,9 @@ class LogProbs:
 
     sums: dict[str, Array]
     dtype: str
+    floor_kl: float = math.nan
+    """KL per token of the same batch in high precision, put together otherwise; NaN where no replay measured it."""
+    floor_abs_d: float = math.nan
 
     def n_tokens(self, weights: Array) -> float:
         return float(weights @ self.sums["n_tokens"])
@@ -63,7 +68,36 @@ class LogProbs:
 
     @property
     def floor(self) -> float:
-        return FLOOR_NATS.get(self.dtype, FLOOR_NATS_16_BIT)
+        """Mean |d| of equal policies. In float32 not less than what ties make of it where both sides quantize."""
+        estimate = FLOOR_NATS.get(self.dtype)
+        if math.isnan(self.floor_abs_d):
+            return FLOOR_NATS_16_BIT if estimate is None else estimate
+        return self.floor_abs_d if estimate is None else max(estimate, self.floor_abs_d)
+
+    def kl_over_floor(self, weights: Array) -> float:
+        """KL as a multiple of the measured floor; NaN where none was measured, inf where it is 0."""
+        if not self.floor_kl > 0:
+            return math.inf if self.floor_kl == 0 else math.nan
+        return self.kl(weights) / self.floor_kl
+
+    def floor_words(self, weights: Array) -> str:
+        """`40 times its measured floor of 2e-5 nats`, `the floor of mean |d| in bfloat16 is 0.02 (an estimate)`."""
+        multiple = self.kl_over_floor(weights)
+        if math.isnan(multiple):
+            return f"the floor of mean |d| in {self.dtype} is {number(self.floor)} (an estimate; a replay measures it)"
+        if math.isinf(multiple):
+            return "its measured floor is 0: the same batch put together otherwise gives the same bits"
+        return f"{multiple:.3g} times its measured floor of {number(self.floor_kl)} nats"
+
+    def drift(self) -> float | None:
+        """Mean |d| in the last quarter of the clusters over that in the first; None with fewer than 8, or from 0."""
+        seen = np.flatnonzero(self.sums["n_tokens"] > 0)
+        if len(seen) < MIN_DRIFT_CLUSTERS:
+            return None
+        quarter = len(seen) // 4
+        total, n = self.sums["sum_abs_d"], self.sums["n_tokens"]
+        first, last = (float(total[at].sum() / n[at].sum()) for at in (seen[:quarter], seen[-quarter:]))
+        return last / first if first > 0 else None
 
     def gate(self, thresholds: Thresholds) -> float:
         """What mean |d| must exceed to be a symptom."""
@@ -99,7 +133,21 @@ class Sides:
 
 def both_sides(trace: Trace, steps: npt.NDArray[np.intp], n_clusters: int) -> Sides:
     """Read from a trace, on the clusters of `measure`."""
-    return Sides(_log_probs(trace.rollouts(), steps, n_clusters), modules_behind(trace.outputs()))
+    log_probs = _log_probs(trace.rollouts(), steps, n_clusters)
+    if log_probs is not None:
+        floor_kl, floor_abs_d = measured_floor(trace.replays())
+        log_probs = replace(log_probs, floor_kl=floor_kl, floor_abs_d=floor_abs_d)
+    return Sides(log_probs, modules_behind(trace.outputs()))
+
+
+def measured_floor(replays: pd.DataFrame) -> tuple[float, float]:
+    """KL and mean |d| per token of arm `floor`; NaN without one. |d| from its mean square, as of a Gaussian."""
+    rows = replays[replays["arm"].astype(str) == "floor"]
+    n = float(rows["n_tokens"].sum())
+    if not n > 0:
+        return math.nan, math.nan
+    kl, square = (float(rows[name].sum(min_count=1)) / n for name in ("sum_kl", "sum_log_prob_shift2"))
+    return max(kl, 0.0), math.sqrt(2.0 / math.pi * square) if square >= 0 else math.nan
 
 
 def of_one_source(rows: pd.DataFrame) -> pd.DataFrame:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
+from mxprobe.attribution.layers import Divergence, first_divergence
 from tests.standin_controller import StandinController, agent_thread, controlled, wait_for
 
 job = pytest.importorskip("mxprobe.demo.job")
@@ -164,8 +166,25 @@ def test_the_mismatch_is_that_of_the_run_s_own_tensors(how: str, tmp_path: Path)
     with controlled(tmp_path, every=3, whatifs=()) as controller:
         rows = attend(controller, loop)
     check_against_direct(rows, loop)
+    parted = divergence(rows)
+    assert (parted.layer, parted.n_layers) == ("model.layers.0", 2)
     last = measured(rows)[max(measured(rows))]
     assert last["sum_abs_d"] / last["n_tokens"] > 0.01
+
+
+def divergence(rows: dict[str, list[dict[str, Any]]]) -> Divergence:
+    found = first_divergence(pd.DataFrame(rows["layers"]))
+    assert found is not None
+    return found
+
+
+def test_the_first_block_that_rollout_computes_otherwise_is_named(tmp_path: Path):
+    model = policy(train="mxfp4", rollout="mxfp4", outliers=0.0)
+    job.emulate(model.model.layers[1], train="mxfp4", rollout="none")
+    with controlled(tmp_path, every=3, whatifs=()) as controller:
+        parted = divergence(attend(controller, Loop(model)))
+    assert parted.layer == "model.layers.1"
+    assert parted.difference > 100 * parted.floor
 
 
 def logprob_events(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -182,6 +201,7 @@ def test_equal_sides_give_the_floor(tmp_path: Path):
         assert row["sum_abs_d"] / row["n_tokens"] < 3e-3
         assert float(loop.direct[step]["d"].abs().mean()) < 3e-3
     assert {row["weight_lag"] for row in rows["outputs"]} == {0}
+    assert divergence(rows).layer is None
 
 
 def test_training_is_bit_identical_with_generation_and_a_fused_head(tmp_path: Path):

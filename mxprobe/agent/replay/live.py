@@ -19,6 +19,7 @@ from mxprobe.agent.guard import Guard, in_backward, undisturbed
 from mxprobe.agent.replay.arms import Arm, replay_arms
 from mxprobe.agent.replay.call import Call, NotReplayableError, capture
 from mxprobe.agent.replay.gradient_probes import probe_gradients
+from mxprobe.agent.replay.paths import Floor, measure_floor
 from mxprobe.agent.replay.policy import PolicyGradient, PolicyOutput, find_policy
 from mxprobe.agent.replay.sensitivity import Sensitivity, measure_sensitivity
 from mxprobe.agent.sampling import seed_of
@@ -173,7 +174,7 @@ class Replays:
 
     def _measure(
         self, call: Call, mask: torch.Tensor | None, gradient: PolicyGradient
-    ) -> tuple[Sensitivity | None, list[Arm], list[dict[str, Any]]]:
+    ) -> tuple[Sensitivity | None, list[Arm], list[dict[str, Any]], Floor | None]:
         config, seed = self._config, seed_of(self._clock.step, "replay")
         sensitivity = None
         if "sensitivity" in self._wanted:
@@ -210,7 +211,17 @@ class Replays:
             )
             if arms and not arms[0].gradients:
                 self._tell("replays run forwards only: no gradient is known at the policy, or none reaches the Linears")
-        return sensitivity, arms, self._probe_gradients(call, gradient, seed) if arms and arms[0].gradients else []
+        probes = self._probe_gradients(call, gradient, seed) if arms and arms[0].gradients else []
+        floor = self._measure_floor(call, mask) if "replays" in self._wanted else None
+        return sensitivity, arms, probes, floor
+
+    def _measure_floor(self, call: Call, mask: torch.Tensor | None) -> Floor | None:
+        """None where the model does not take its batch in parts; replays go on without it."""
+        try:
+            return measure_floor(call, self._modules, mask=mask)
+        except Exception as error:
+            self._tell(f"no floor: the batch cannot be put together otherwise ({type(error).__name__}: {error})")
+            return None
 
     def _probe_gradients(self, call: Call, gradient: PolicyGradient, seed: int) -> list[dict[str, Any]]:
         config = self._config
@@ -226,6 +237,7 @@ class Replays:
         sensitivity: Sensitivity | None,
         arms: list[Arm],
         probes: list[dict[str, Any]],
+        floor: Floor | None,
     ) -> Rows:
         config, now = self._config, time.time_ns()
 
@@ -240,7 +252,11 @@ class Replays:
             found: list[TableRow] = []
             if sensitivity is not None:
                 found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
-            found += [("replays", {**when, "n_modules": len(self._modules), **arm.row()}) for arm in arms]
+            measured = [*arms, floor.arm] if floor is not None else arms
+            found += [("replays", {**when, "n_modules": len(self._modules), **arm.row()}) for arm in measured]
+            if floor is not None:
+                at = {name: when[name] for name in ("step", "micro_step", "time_ns")}
+                found += [("layers", {**at, **row}) for row in floor.rows()]
             found += [("replay_gradients", {**when, **row}) for arm in arms for row in arm.gradient_rows()]
             found += [("gradient_probes", {**when, **row}) for row in probes]
             return found
