@@ -75,7 +75,11 @@ def _hurts(operands: Operands, frame: pd.DataFrame, verdict: Verdict, sensitivit
 def _worst(operands: Operands, frame: pd.DataFrame, key: str) -> Html:
     """As page.js fills it again for the steps, rank and operands chosen."""
     order = np.argsort(-np.nan_to_num(np.asarray(frame[key], dtype=float), nan=-1.0))[:N_WORST]
-    shown = (*(("predicted_kl",) if key == "predicted_kl" else ()), "out_error", "out_zeroed", "zero_frac")
+    shown = (
+        ("predicted_kl", "out_error", "out_zeroed")
+        if key == "predicted_kl"
+        else ("out_error", "out_zeroed", "zero_frac")
+    )
     rows: list[Html] = []
     for i in order:
         m, r = int(operands.totals["module"].iloc[i]), int(operands.totals["role"].iloc[i])

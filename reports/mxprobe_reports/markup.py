@@ -109,6 +109,8 @@ def number(value: float) -> str:
     if size < 1e-3 or size >= 1e6:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPT)}".replace("-", "−")
+    if size < 0.1:
+        return f"{value:.3g}".replace("-", "−")
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:.{digits}f}".replace("-", "−")
 

@@ -46,7 +46,7 @@ class Sensitivities:
     def sentence(self) -> str:
         """What the numbers rest on."""
         what = (
-            "Predicted KL, nats per token, of this operand's error alone: to first order, from "
+            "Predicted KL, nats per token, of each forward operand's error alone: to first order, from "
             f"{self.n_microbatches} replayed microbatch{'' if self.n_microbatches == 1 else 'es'}."
         )
         if self.n_microbatches < MIN_MICROBATCHES:

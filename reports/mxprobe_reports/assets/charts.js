@@ -141,7 +141,7 @@ function heatFigure(key, selected) {
     xgap: modules.length <= 60 ? 2 : 0, ygap: 2, zmin: ticks[0], zmax: ticks[ticks.length - 1],
     colorscale: m.diverging ? [[0, "#3b6fb6"], [0.5, t["grid-line"]], [1, "#b5533c"]] : "Cividis",
     colorbar: {
-      thickness: 8, len: 1, outlinewidth: 0, x: 1.01, xpad: 0, tickvals: ticks, ticktext: m.ticks.map(m.format === "percent" ? tick : FORMAT[m.format]),
+      thickness: 8, len: 1, outlinewidth: 0, x: 1.01, xpad: 0, tickvals: ticks, ticktext: m.ticks.map(m.format === "percent" ? tick : m.format === "number" && m.log ? (v) => power(Math.round(Math.log10(v))) : FORMAT[m.format]),
       tickfont: { size: 10.5, color: t.faint }, ticklen: 2, tickcolor: t.line,
     },
   }];
@@ -281,6 +281,26 @@ function depthTable() {
     head: ["module", "layer", ...roles.map((r) => DATA.roles[r].label), ...extra.map(named)], format: ["text", "text", ...roles.map(() => "percent"), ...extra.map(() => "percent")],
     rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("operands", "out_error", operandAt(m, r))), ...extra.map((key) => of(key, m))]),
   };
+}
+
+function exclusionFigure() {
+  const t = theme();
+  const colors = [t.ink, t.b];
+  const data = DATA.exclusion.flatMap((curve, c) => {
+    const text = curve.module.map((name, k) => (k ? k + " kept, the last: " + plain(shorten(name, 60)) : "none kept") + "<br>" + percent(curve.work[k]) + " of the work, predicted KL <b>" + number(curve.kl[k]) + "</b>");
+    const common = { type: "scatter", x: curve.work, text, hovertemplate: "%{text}<extra></extra>" };
+    const at = { ...common, x: [curve.work[curve.knee]], y: [curve.kl[curve.knee]], text: [text[curve.knee]] };
+    return [
+      { ...common, y: curve.kl, mode: curve.kl.length <= 60 ? "lines+markers" : "lines", name: curve.label, line: { color: colors[c % 2], width: 1.8, dash: c ? "dash" : "solid" }, marker: { size: 4, color: colors[c % 2] } },
+      { ...at, mode: "markers", name: curve.label + ", knee", marker: { symbol: "diamond", size: 10, color: colors[c % 2] } },
+    ];
+  });
+  const xaxis = { title: "share of the forward GEMM work kept out", tickformat: ".0%", range: [-0.02, 1.02] };
+  return { data, layout: layout(t, { ...LEGEND(t), xaxis, yaxis: { title: "predicted KL, nats a token", rangemode: "tozero" }, margin: { l: 60, r: 8, t: 30, b: 34 } }) };
+}
+function exclusionTable() {
+  const rows = DATA.exclusion.flatMap((curve) => curve.module.map((name, k) => [curve.label, String(k), name || "none", curve.work[k], curve.kl[k], k === curve.knee ? "knee" : ""]));
+  return { head: ["way", "kept", "the last of them", "share of the work", "predicted KL, nats a token", ""], format: ["text", "text", "text", "percent", "number", "text"], rows };
 }
 
 const FLOOR = 1e-8;

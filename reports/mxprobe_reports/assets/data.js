@@ -147,7 +147,8 @@ function number(x) {
     const exponent = Math.floor(Math.log10(a));
     return (x / 10 ** exponent).toFixed(1).replace("-", "−") + "×" + power(exponent);
   }
-  return x.toFixed(a >= 100 ? 0 : a >= 10 ? 1 : a >= 1 ? 2 : a >= 0.1 ? 3 : 4).replace("-", "−");
+  if (a < 0.1) return String(Number(x.toPrecision(3))).replace("-", "−");
+  return x.toFixed(a >= 100 ? 0 : a >= 10 ? 1 : a >= 1 ? 2 : 3).replace("-", "−");
 }
 function percent(x) {
   if (!Number.isFinite(x)) return "–";

@@ -18,6 +18,7 @@ const CHARTS = {
   depth: { figure: () => depthFigure(state), table: depthTable, follows: true, picks: "point" },
   realised: { figure: () => realisedFigure(state), table: realisedTable, follows: true, picks: "point" },
 };
+CHARTS.exclusion = { figure: exclusionFigure, table: exclusionTable, follows: false };
 DATA.signals.forEach((signal, i) => {
   CHARTS["signal-" + signal.id] = { figure: () => signalFigure(i), table: () => signalTable(i), follows: false };
 });
@@ -215,7 +216,7 @@ function fillKeys() {
   const get = (name) => valueOf("operands", name, at);
   const entries = [
     ["Output error", percent(get("out_error")), "Gaussian: " + percent(get("nmse_reference"))],
-    ["Made on zeroed values", percent(get("out_zeroed")), "share of output error"],
+    ["On zeroed values", percent(get("out_zeroed")), "share of output error"],
     ["Operand error", percent(get("nmse")), "Gaussian: " + percent(get("nmse_reference"))],
     ["SQNR", decibel(get("sqnr_db")), "Gaussian: " + decibel(-10 * Math.log10(get("nmse_reference")))],
     ["Rounded to zero", percent(get("zero_frac")), "Gaussian: " + percent(get("zeroed_reference"))],
