@@ -2,6 +2,7 @@
 
     python benchmarks/sensitivity.py accuracy       on the small language model of tests/small_lm.py, minutes
     python benchmarks/sensitivity.py gradients      gradient probes on the same model, a minute
+    python benchmarks/sensitivity.py schedule       a replay against a training step of about a second, a minute
     python benchmarks/sensitivity.py cost           on the demo's GRPO job, minutes
 
 `accuracy`: Spearman correlation of predictors with the KL that each forward operand's error really makes (the same
@@ -180,6 +181,57 @@ def time_replay(call: Any, modules: Any) -> None:
     print(f"seven arms: {seconds(lambda: list(replay_arms(call, modules))) / one:.1f} times")
 
 
+def schedule() -> None:
+    """A replay relative to a step: the same model, batch and machine, in turns."""
+    torch.manual_seed(0)
+    model = small_lm.SmallLM(width=256, n_layers=6)
+    modules = small_lm.linears(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(n: int) -> None:
+        ids = small_lm.batch(n, 0)
+        loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    n = 8
+    while seconds_of(step, n) < 0.8:
+        n *= 2
+    step_s, replay_s, arms_s = [], [], []
+    for i in range(5):
+        step_s.append(seconds_of(step, n))
+        ids = small_lm.batch(n, i)
+        call = capture(model, (ids,), {})
+        replay_s.append(seconds_of(lambda call=call: list(measure_sensitivity(call, modules).rows())))
+        if i < 2:
+            arms_s.append(seconds_of(whole_replay, call, modules, ids))
+    one, spent, whole = (statistics.median(each) for each in (step_s, replay_s, arms_s))
+    print(f"step of {one:.2f} s ({n} x {small_lm.CONTEXT} tokens); a sensitivity replay takes {spent / one:.2f} steps:")
+    for every in (50, 100, 200):
+        print(f"  --sensitivity-every {every}: {spent / one / every:.2%} of step time")
+    print(
+        f"a replay with arms, gradients and 4 directions takes {whole / one:.1f} steps, {whole / spent:.0f} times that:"
+    )
+    print(f"  --replay-every 1000: {whole / one / 1000:.2%} of step time")
+
+
+def whole_replay(call: Any, modules: Any, ids: torch.Tensor) -> None:
+    logits = call.module(ids)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    gradient = PolicyGradient(torch.autograd.grad(loss, logits)[0], None)
+    for arm in replay_arms(call, modules, gradient=gradient):
+        arm.row()
+        list(arm.gradient_rows())
+    probe_gradients(call, modules, gradient, n_probes=4)
+
+
+def seconds_of(run: Any, *arguments: Any) -> float:
+    started = time.perf_counter()
+    run(*arguments)
+    return time.perf_counter() - started
+
+
 def cost(steps: int) -> None:
     print("| --sensitivity-every | in hooks, of step time | one replay, ms | median step, ms |\n|---|---|---|---|")
     for every in (0, 50, 200):
@@ -204,11 +256,12 @@ def cost(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["accuracy", "gradients", "cost"])
+    parser.add_argument("what", choices=["accuracy", "gradients", "schedule", "cost"])
     parser.add_argument("--steps", type=int, default=250)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"accuracy": accuracy, "gradients": gradients, "cost": lambda: cost(options.steps)}[options.what]()
+    run = {"accuracy": accuracy, "gradients": gradients, "schedule": schedule, "cost": lambda: cost(options.steps)}
+    run[options.what]()
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class AgentConfig:
     """Rows of X and G measured per module and probed step; more are sampled."""
     max_features: int = 512
     """Output features (and input features, for the backward products) measured per module; more are sampled."""
-    sensitivity_every: int = 0
-    """Replay a microbatch for Delta2 every N-th optimizer step; 0: never."""
+    sensitivity_every: int = 200
+    """Replay a microbatch for Delta2 every N-th optimizer step, the first after a tenth of that; 0: never."""
     replay_every: int = 0
     """Replay a microbatch under `replay_arms` every N-th optimizer step; 0: never."""
     replay_arms: tuple[str, ...] = DEFAULT_ARMS

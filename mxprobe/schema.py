@@ -145,6 +145,21 @@ TABLES: dict[str, Columns] = {
         ("out_e2", "float64"),
         ("out_zeroed2", "float64"),  # output error left on the elements the uncorrected quantizer zeroed
     ),
+    # How peaked the blocks of an operand are, and in how few channels its error lies: see
+    # mxprobe.agent.block_statistics and mxprobe.attribution.neighbours.
+    "blocks": (
+        *_OPERAND,
+        ("n_blocks", "int64"),  # that are not all zero
+        ("sum_crest", "float64"),  # over these blocks; crest: maximum / root mean square
+        ("sum_crest2", "float64"),
+        ("sum_underflow", "float64"),  # share of a block's elements with Q = 0, x != 0
+        ("sum_underflow2", "float64"),
+        ("sum_crest_underflow", "float64"),
+        ("sum_e2", "float64"),
+        ("sum_e2_top1", "float64"),  # in the 1 % of channels (along the contraction axis) with most of it
+        ("sum_e2_top5", "float64"),
+        ("sum_e2_top10", "float64"),
+    ),
     # Error of a weight gradient (or of dX) against the exact product of the same captured operands, both quantized;
     # one row per component, which is put into both operands alone. Relative error, cosine, norm ratio: derived.
     "gradients": (

@@ -1,4 +1,4 @@
-"""A snapshot -> rows of the tables `tensors`, `whatif`, `outputs`, `gradients`, `events`. Pure functions on tensors.
+"""A snapshot -> rows of `tensors`, `blocks`, `whatif`, `outputs`, `gradients`, `events`. Pure functions on tensors.
 
 | GEMM             | operands     | blocks along | A                | B            |
 |------------------|--------------|--------------|------------------|--------------|
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mxprobe.agent.block_statistics import block_row
 from mxprobe.agent.codes import EVENT, WeightHistory
 from mxprobe.agent.operands import (
     CPU_BATCH_ELEMENTS,
@@ -93,6 +94,8 @@ def measure_step(
             fields[operand.role] = measured.fields
             key: Row = {**when, "role": operand.role.value, "format": config.format, "rule": config.rule}
             yield "tensors", {**key, **measured.row}
+            sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
+            yield "blocks", {**key, **sampled, **block_row(measured.fields)}
             yield from _findings(key, measured.row)
             alike = waiting.setdefault(operand.a.shape[1], [])
             alike.append((key, measured))

@@ -354,7 +354,7 @@ class Session:
         if not affordable and self._schedule.is_due(clock.step):
             self._budget.put_off()
         self._schedule.plan(clock, busy=busy, affordable=affordable)
-        self._replays.plan()
+        self._replays.plan(affordable=affordable)
         if not (clock.probed or clock.only_outputs):
             return
         self._tokens.arm()

@@ -28,6 +28,10 @@ from mxprobe.protocol import AgentConfig
 EVENT = "sensitivity"
 MAX_GRADIENT_BYTES = 1 << 30
 """Larger gradients at the policy are not kept, and the arms of such a replay run forwards only."""
+HEAD_START = 10
+"""The first sensitivity comes after a tenth of its period: a short attach is not charged, a long one soon has it."""
+REPLAY_FACTOR = 25
+"""A replay with all arms, gradients and directions, in times of one for sensitivity: benchmarks/sensitivity.py."""
 TableRow = tuple[str, "dict[str, Any]"]
 Rows = Callable[[int], "list[TableRow]"]
 """Steps before attach -> (table, row); waits for the device, so the worker calls it."""
@@ -44,7 +48,7 @@ class Replays:
         self._modules: dict[str, nn.Linear] = {}
         self._remaining: set[str] = set()
         """Modules whose turn has not come in this round: those that fit into one replay are measured at a time."""
-        self._next = {"sensitivity": 1, "replays": 1}
+        self._next = {"sensitivity": 1 + config.sensitivity_every // HEAD_START, "replays": 1}
         self._wanted: set[str] = set()
         self._given_up = False
         self._unsuited: set[int] = set()
@@ -73,8 +77,10 @@ class Replays:
             handles.append(root.register_forward_hook(self._on_leave))
         return handles
 
-    def plan(self) -> None:
-        """Decide what the step `clock.step` is for. What was due and could not be had stays due."""
+    def plan(self, *, affordable: bool = True) -> None:
+        """Decide what the step `clock.step` is for. What was due and could not be had, or afforded, stays due."""
+        if not affordable:
+            return
         every = {"sensitivity": self._config.sensitivity_every, "replays": self._config.replay_every}
         for what, n in every.items():
             if n and not self._given_up and self._clock.step >= self._next[what]:
@@ -163,6 +169,12 @@ class Replays:
             return None
         spent_ms = (time.perf_counter_ns() - started) / 1e6
         self._tell(f"{', '.join(sorted(self._wanted))}: the first replay took {spent_ms:.0f} ms of the training thread")
+        if not self._config.replay_every:
+            step_ms, whole_ms = max(self._clock.step_ns / 1e6, 1e-3), REPLAY_FACTOR * spent_ms
+            self._tell(
+                f"replays under other roundings are off: one would take about {whole_ms:.0f} ms (estimated), so that "
+                f"--replay-every 1000 would cost {whole_ms / step_ms / 1000:.1%} of steps of {step_ms:.0f} ms"
+            )
         self._reschedule()
         return self._rows(self._clock.step, micro_step, *made)
 

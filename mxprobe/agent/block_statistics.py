@@ -1,0 +1,45 @@
+"""Of an operand, what its sums do not tell: how peaked its blocks are, and in how few channels its error lies.
+
+    crest_b = m_b / rms_b      underflow_b = elements of block b with Q = 0, x != 0 / its elements
+    E_c = sum over rows of e_rc^2        channels c along the contraction axis; top k %: the largest E_c, at least one
+
+Sums over blocks that are not all zero, so that `mxprobe.attribution.neighbours` can add steps, divide and correlate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mxprobe_kernels.torch_backend import ErrorFields
+
+TOP_PERCENT = (1, 5, 10)
+_NAMES = ("sum_crest", "sum_crest2", "sum_underflow", "sum_underflow2", "sum_crest_underflow")
+
+Row = dict[str, Any]
+
+
+@torch.no_grad()
+def block_row(fields: ErrorFields) -> Row:
+    """Values of a row of table `blocks` for an operand [rows, C]; a short last block counts its own elements."""
+    width, size = fields.x.shape[1], fields.format.block
+    pad = (0, -width % size)
+    x = F.pad(fields.x, pad).unflatten(1, (-1, size))
+    zeroed = F.pad(fields.zeroed, pad).unflatten(1, (-1, size))
+    n = torch.full((x.shape[1],), float(size), device=x.device, dtype=x.dtype)
+    if width % size:
+        n[-1] = width % size
+    amax = x.abs().amax(-1)
+    used = amax > 0
+    # Relative to the maximum first: squares of very small numbers vanish.
+    rms = (x / torch.where(used, amax, 1.0)[..., None]).square().sum(-1).div(n).sqrt()
+    crest = torch.where(used, 1.0 / torch.where(used, rms, 1.0), 0.0)
+    underflow = zeroed.sum(-1).to(x.dtype) / n * used
+    pairs = torch.stack((crest, crest.square(), underflow, underflow.square(), crest * underflow))
+    channels = fields.e.square().sum(0).sort(descending=True).values
+    tops = [channels[: max(width * k // 100, 1)].sum() for k in TOP_PERCENT]
+    values = torch.cat((pairs.flatten(1).sum(1), torch.stack((used.sum().to(x.dtype), channels.sum(), *tops)))).tolist()
+    sums = dict(zip((*_NAMES, "n_blocks", "sum_e2", *(f"sum_e2_top{k}" for k in TOP_PERCENT)), values))
+    return {**sums, "n_blocks": int(sums["n_blocks"])}

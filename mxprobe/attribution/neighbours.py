@@ -1,0 +1,96 @@
+"""What neighbouring papers measure of the same rounding error, from a trace's sums; definitions and sources.
+
+    bucket_ratio   H(code histogram) / log2 15, in bits, +0 and -0 together: the effective share of the 15 E2M1 values
+                   in use, 1 where all are used alike (effective bucket ratio; transposition-invariant blocks)
+    alignment      of weights ||E_W X^T||^2 d_in / (||E_W||^2 ||X||^2), of inputs
+                   ||E_X W^T||^2 d_in / (||E_X||^2 ||W||^2): 1 where the error and what it meets point independently,
+                   more where they align (signal-noise view)
+    underflow      elements with Q = 0, x != 0 over elements, and
+    crest          maximum over root mean square, both averaged over the blocks that are not 0, with
+                   `underflow_crest_corr`, their correlation over blocks (HiFloat4 RL)
+    coverage_1, coverage_5, coverage_10
+                   part of ||e||^2 in the 1, 5, 10 % of channels with most of it: what a second pass on these channels
+                   alone could mend; .01, .05, .1 where it is spread evenly (channel residual; QUADS)
+
+Oscillation (TetraJet) is in `updates`, gradient and KL effects in `replays`. Sums are added first, divided last; the
+channels of `coverage` are ranked anew in each probed step.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from mxprobe.schema import CODE_BINS, Role
+
+N_VALUES = 15
+_KEYS = ("module", "role", "phase")
+Array = npt.NDArray[np.float64]
+
+
+def bucket_ratio(code_hist: Array) -> float:
+    """Of a histogram [16] by sign * 8 + code. NaN without elements."""
+    counts = np.asarray(code_hist, dtype=float).reshape(CODE_BINS)
+    half = CODE_BINS // 2
+    merged = np.concatenate(([counts[0] + counts[half]], counts[1:half], counts[half + 1 :]))
+    total = merged.sum()
+    if total <= 0:
+        return float("nan")
+    p = merged[merged > 0] / total
+    return float(-(p * np.log2(p)).sum() / np.log2(N_VALUES))
+
+
+def bucket_ratios(tensors: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFrame:
+    """Column `bucket_ratio` per group of a `tensors` frame; rows without a histogram are left out."""
+    rows = tensors[tensors["code_hist"].notna()]
+    grouped = rows.groupby(list(by), observed=True, sort=True)["code_hist"]
+    return grouped.agg(lambda hists: bucket_ratio(np.stack(hists.tolist()).sum(0))).reset_index(name="bucket_ratio")
+
+
+def alignments(tensors: pd.DataFrame, modules: pd.DataFrame) -> pd.DataFrame:
+    """Columns `module`, `phase`, `role` (x_fwd, w_fwd), `alignment`, from steps in which X and W were both measured.
+
+    d_in is the second dimension of a module's shape. Both tensors are the sampled ones, whose product was taken.
+    """
+    keys = ["step", "module", "phase"] + (["rank"] if "rank" in tensors else [])
+    columns = ["sum_x2", "sum_e2", "out_e2"]
+    x, w = (
+        tensors[tensors["role"].astype(str) == role.value].groupby(keys, observed=True)[columns].sum()
+        for role in (Role.X_FWD, Role.W_FWD)
+    )
+    both = x.add_suffix("_x").join(w.add_suffix("_w"), how="inner").reset_index()
+    named = zip(modules["module"].astype(str), modules["shape"], strict=True)
+    shapes = {name: shape[1] for name, shape in named if _is_matrix(shape)}
+    both["d_in"] = both["module"].astype(str).map(shapes)
+    found: list[pd.DataFrame] = []
+    for role, own, met in ((Role.X_FWD, "x", "w"), (Role.W_FWD, "w", "x")):
+        below = both[f"sum_e2_{own}"] * both[f"sum_x2_{met}"] / both["d_in"]
+        parts = both.assign(above=both[f"out_e2_{own}"], below=below)
+        sums = parts.groupby(["module", "phase"], observed=True)[["above", "below"]].sum().reset_index()
+        ratio = sums["above"] / sums["below"].where(sums["below"] > 0)
+        found.append(sums[["module", "phase"]].assign(role=role.value, alignment=ratio))
+    return pd.concat(found, ignore_index=True)
+
+
+def _is_matrix(shape: object) -> bool:
+    return isinstance(shape, (list, tuple, np.ndarray)) and len(shape) == 2
+
+
+def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFrame:
+    """`crest`, `underflow`, `underflow_crest_corr`, `coverage_1`, `_5`, `_10` per group of a `blocks` frame."""
+    names = [name for name in blocks.columns if name.startswith(("sum_", "n_"))]
+    s = blocks.groupby(list(by), observed=True, sort=True)[names].sum()
+    n = s["n_blocks"].where(s["n_blocks"] > 0).astype(float)
+    crest, underflow = s["sum_crest"] / n, s["sum_underflow"] / n
+    covariance = s["sum_crest_underflow"] / n - crest * underflow
+    spread = (s["sum_crest2"] / n - crest**2) * (s["sum_underflow2"] / n - underflow**2)
+    e2 = s["sum_e2"].where(s["sum_e2"] > 0)
+    return pd.DataFrame(
+        {
+            "crest": crest,
+            "underflow": underflow,
+            "underflow_crest_corr": covariance / np.sqrt(spread.where(spread > 0)),
+            **{f"coverage_{k}": s[f"sum_e2_top{k}"] / e2 for k in (1, 5, 10)},
+        }
+    ).reset_index()

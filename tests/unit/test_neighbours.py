@@ -1,0 +1,105 @@
+"""What neighbouring papers measure, against its definition written out and on tensors with a known answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import mxprobe_kernels
+from mxprobe.agent.block_statistics import TOP_PERCENT, block_row
+from mxprobe.agent.operands import Operand, measure_operand
+from mxprobe.attribution.neighbours import alignments, block_ratios, bucket_ratio, bucket_ratios
+from mxprobe.schema import TABLES, Role
+
+PLACE = {"step": 1, "module": "up", "role": "x_fwd", "phase": "train"}
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ratios(x: torch.Tensor) -> pd.Series:
+    return block_ratios(pd.DataFrame([{**PLACE, **block_row(mxprobe_kernels.error_fields(x))}])).iloc[0]
+
+
+def test_bucket_ratio_of_known_histograms():
+    even = np.full(16, 10.0)
+    even[0] = even[8] = 5.0  # +0 and -0 are one value
+    assert bucket_ratio(even) == pytest.approx(1.0)
+    assert bucket_ratio(np.eye(16)[3]) == 0.0
+    assert bucket_ratio(np.eye(16)[3] + np.eye(16)[11]) == pytest.approx(1.0 / np.log2(15))
+    assert np.isnan(bucket_ratio(np.zeros(16)))
+    rows = pd.DataFrame([{**PLACE, "code_hist": list(np.eye(16)[3])}, {**PLACE, "code_hist": list(np.eye(16)[11])}])
+    found = bucket_ratios(pd.concat([rows, rows.iloc[:1].assign(code_hist=None)]))
+    assert found["bucket_ratio"].tolist() == pytest.approx([1.0 / np.log2(15)])  # added first
+
+
+def test_block_statistics_against_their_definition():
+    x = normal(8, 80)  # the last block of a row is short
+    x[2, 32:64] = 0.0
+    row = block_row(mxprobe_kernels.error_fields(x))
+    assert {*row} | {"format", "rule", "sampled_frac", "n_clusters", "micro_step", "time_ns", *PLACE} == {
+        name for name, _ in TABLES["blocks"]
+    }
+    q = mxprobe_kernels.quantize_dequantize(x)[0]
+    crest, underflow = [], []
+    for r in range(8):
+        for start in (0, 32, 64):
+            block, rounded = x[r, start : start + 32].double(), q[r, start : start + 32]
+            if block.abs().max() > 0:
+                crest.append(float(block.abs().max() / block.square().mean().sqrt()))
+                underflow.append(float(((rounded == 0) & (block != 0)).double().mean()))
+    assert row["n_blocks"] == len(crest) == 23
+    assert row["sum_crest"] == pytest.approx(sum(crest))
+    assert row["sum_underflow2"] == pytest.approx(float(np.square(underflow).sum()))
+    assert row["sum_crest_underflow"] == pytest.approx(float(np.dot(crest, underflow)))
+    assert ratios(x)["underflow_crest_corr"] == pytest.approx(float(np.corrcoef(crest, underflow)[0, 1]))
+    per_channel = sorted((q.double() - x.double()).square().sum(0).tolist(), reverse=True)
+    for k in TOP_PERCENT:
+        assert row[f"sum_e2_top{k}"] == pytest.approx(sum(per_channel[: max(80 * k // 100, 1)]))
+
+
+def test_peaked_blocks_underflow_and_an_outlier_channel_holds_the_error():
+    even, peaked = normal(64, 320), normal(64, 320)
+    peaked[:, ::32] *= 30.0
+    assert ratios(peaked)["underflow"] > 3 * ratios(even)["underflow"]
+    assert ratios(peaked)["crest"] > 1.5 * ratios(even)["crest"]
+    mixed = torch.cat((even, peaked))
+    assert ratios(mixed)["underflow_crest_corr"] > 0.8
+    coarse = normal(64, 320)
+    coarse[:, :3] *= 100.0  # three channels in one block: most of the error is theirs, in one percent of the channels
+    assert ratios(coarse)["coverage_1"] > 10 * ratios(even)["coverage_1"]
+    tiny = ratios(even * 1e-30)
+    assert tiny["crest"] == pytest.approx(ratios(even)["crest"])
+
+
+def test_independent_errors_align_like_chance_and_aligned_ones_do_not():
+    x, w = normal(256, 128), normal(96, 128, seed=1)
+    aligned = mxprobe_kernels.error_fields(w).e.float()[:4].repeat(64, 1)  # inputs along the weights' own errors
+
+    def found(x: torch.Tensor) -> dict[str, float]:
+        rows = [
+            {
+                "step": 1,
+                "module": "up",
+                "phase": "train",
+                "role": role.value,
+                **measure_operand(operand, format="mxfp4", rule="rceil").row,
+            }
+            for role, operand in (
+                (Role.X_FWD, Operand(Role.X_FWD, x, w.T, 1.0, len(x))),
+                (Role.W_FWD, Operand(Role.W_FWD, w, x.T, 1.0, len(w))),
+            )
+        ]
+        modules = pd.DataFrame({"module": ["up", "norm"], "shape": [[96, 128], [128]]})
+        table = alignments(pd.DataFrame(rows), modules).set_index("role")["alignment"]
+        e = mxprobe_kernels.error_fields(w).e
+        product = float((e @ x.double().T).square().sum())
+        expected = product * 128 / float(e.square().sum() * x.double().square().sum())
+        assert table["w_fwd"] == pytest.approx(expected, rel=1e-6)
+        return table.to_dict()
+
+    assert found(x) == pytest.approx({"x_fwd": 1.0, "w_fwd": 1.0}, abs=0.1)
+    assert found(aligned)["w_fwd"] > 1.15
