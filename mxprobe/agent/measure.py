@@ -82,10 +82,14 @@ def measure_step(
             "module": snapshot.module,
             "phase": snapshot.phase,
         }
+        before = recipes.get((snapshot.module, snapshot.phase))
         output = _output_row(snapshot, recipes)
         recipe = (output["recipe_x"], output["recipe_w"])
         found = history.judge(snapshot, recipe, exact=output["exact"], step_base=step_base)
         yield "outputs", {**when, **output, "weight_lag": found.weight_lag}
+        if output["exact"] and before not in (None, recipe):
+            detail = f"{snapshot.module} {snapshot.phase} {_words(recipe)}: it was {_words(before)} before"
+            yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": "recipe", "detail": detail}
         if found.detail:
             yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": EVENT, "detail": found.detail}
         fields: dict[Role, ErrorFields] = {}
@@ -104,6 +108,10 @@ def measure_step(
         yield from _gradient_rows(when, snapshot, fields, config)
     for alike in waiting.values():
         yield from _whatif_rows(alike, config)
+
+
+def _words(recipe: Recipe) -> str:
+    return recipe[0] if recipe[0] == recipe[1] else f"x {recipe[0]}, W {recipe[1]}"
 
 
 def _whatif_rows(batch: list[tuple[Row, Measured]], config: AgentConfig) -> Iterator[TableRow]:

@@ -30,6 +30,7 @@ from mxprobe.agent.flight import FlightTap, Norms
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import NO_GRADIENT, Entry, module_rows, not_to_be_hooked, take_inventory
+from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
@@ -81,6 +82,7 @@ class Session:
         self._measuring = False
         """Our thread was at work when this step began."""
         self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
+        self._milestones = Milestones(self.guard, self._on_event)
         self._replays = Replays(config, self._clock, self.guard, self._on_event)
         self._tokens = TokenTaps(self._clock, self.guard, self._on_event)
         self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
@@ -214,6 +216,7 @@ class Session:
                 self.worker.put(lambda: self._set_base(base))
             self._install(roots)
             self._handles += [root.register_forward_pre_hook(self._on_root_enter) for root in roots]
+            self._handles += self._milestones.watch(roots, optimizer)
             self._handles += self._replays.watch(roots, {name: p.module for name, p in self._probes.items()})
             self._handles += self._tokens.watch(roots)
             if self._flight is not None:
@@ -330,6 +333,7 @@ class Session:
         hand_over = self.worker.put if probed or clock.only_outputs else self.worker.put_quietly
         hand_over(lambda: self._record_step(step, ended_ns, probed, step_ns, hook_ns))
         self._signals.ensure_wrapped()
+        self._milestones.finish(self._optimizer() if self._optimizer is not None else None)
         measured = self._tokens.finish()
         if measured is not None:
             self.worker.put(lambda: self._record_rollouts(measured))

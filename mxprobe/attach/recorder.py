@@ -16,6 +16,9 @@ from mxprobe.trace.layout import looks_like_trace
 # Of one process, and the same for all; at the top level of `run.json` only.
 _SHARED = ("config", "command_line", "started_ns")
 
+OUTLIVED_S = 10.0
+"""Ranks of a run that is over end within seconds of each other; one that ended so much earlier was lost."""
+
 
 def check_free(directory: Path) -> None:
     """UsageError if the directory cannot take a new trace; asked before anybody is attached to."""
@@ -54,6 +57,8 @@ class RunTrace:
         self._refused: dict[int, dict[str, Any]] = {}
         self._partitions: dict[int, int] = {}
         self._writer: TraceWriter | None = None
+        self._gone: dict[int, tuple[float, int, str]] = {}
+        """Rank that is gone without a word -> when (monotonic), its last step, and what is to be said of it."""
         self._lock = threading.RLock()
 
     def claim(self, pid: int, wanted: int) -> int:
@@ -87,6 +92,21 @@ class RunTrace:
             self._refused[pid] = {"reason": reason, "what": what}
             self._update()
         self.done(pid)
+
+    def gone(self, rank: int, step: int, words: str) -> None:
+        """A process ended without a word: at the end of a run all do so, within seconds."""
+        with self._lock:
+            self._gone[rank] = time.monotonic(), step, words
+
+    def tell_gone(self) -> None:
+        """Events `rank_lost` of those that others have outlived by `OUTLIVED_S`; by whoever of them lives."""
+        with self._lock:
+            now = time.monotonic()
+            lost = [rank for rank, (at, _, _) in self._gone.items() if now - at > OUTLIVED_S]
+            for rank in lost:
+                _, step, words = self._gone.pop(rank)
+                event = {"step": [step], "time_ns": [time.time_ns()], "kind": ["rank_lost"], "detail": [words]}
+                self.open().append("events", event, rank=rank)
 
     def done(self, pid: int) -> None:
         """Nothing more comes from that process."""
@@ -158,6 +178,7 @@ class TraceRecorder:
                 self._on_jump(jump)
         try:
             self._trace.open().append(table, columns, rank=self.rank)
+            self._trace.tell_gone()
         except KeyError as error:
             raise TraceError(f"a batch lacks {error}", cause="an agent of another version") from None
         self.n_batches += 1
@@ -170,4 +191,8 @@ class TraceRecorder:
         """Say why it ended, if it had begun; once."""
         if self._opened and "ended" not in self._facts:
             self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
+            self._trace.tell_gone()
+            if reason in ("agent_lost", "target_exited"):
+                words = f"rank {self.rank}, process {self._pid}, ended while others went on ({reason})"
+                self._trace.gone(self.rank, -1 if self.last_step is None else self.last_step, words)
             self._trace.done(self._pid)

@@ -1,0 +1,179 @@
+"""What happened to the run between its steps: checkpoints written and read, states loaded, learning rates moved.
+
+    checkpoint_saved, checkpoint_loaded    by the Trainer, torch.save, torch.load, safetensors, distributed checkpoints
+    resume                                 an optimizer state was loaded: the step count goes on from another number
+    learning_rate                          more than a tenth away from the last one told
+
+Files are collected over a step and told as one event a kind at its end. Nothing is read from a device: a learning rate
+held in a tensor there is not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, is_loaded, splice
+from mxprobe.agent.taps.table import Tap
+from mxprobe.agent.taps.values import scalar
+
+SAVED, LOADED, RESUME, LEARNING_RATE = "checkpoint_saved", "checkpoint_loaded", "resume", "learning_rate"
+MOVED = 0.1
+"""Relative change of a learning rate that is told: about 22 events while it falls to a tenth."""
+
+Tell = Callable[[str, str], None]
+
+
+def _file(argument: str) -> Callable[[Mapping[str, Any]], str]:
+    def read(arguments: Mapping[str, Any]) -> str:
+        value = arguments.get(argument)
+        return str(value) if isinstance(value, (str, os.PathLike)) else f"a {type(value).__name__}"
+
+    return read
+
+
+def _trainer(arguments: Mapping[str, Any]) -> str:
+    trainer = arguments["self"]
+    return f"{type(trainer).__name__} at step {trainer.state.global_step}"
+
+
+def _taps(kind: str, function: str) -> tuple[Tap, ...]:
+    """Those of `save` or `load`, the outermost first."""
+    verl = "verl.utils.checkpoint.fsdp_checkpoint_manager"
+    distributed = "torch.distributed.checkpoint"
+    return (
+        Tap(verl, "FSDPCheckpointManager", f"{function}_checkpoint", ("local_path",), _file("local_path"), kind),
+        Tap(
+            f"{distributed}.state_dict_{'saver' if function == 'save' else 'loader'}",
+            "",
+            function,
+            ("state_dict", "checkpoint_id"),
+            _file("checkpoint_id"),
+            kind,
+            also=((distributed, function),),
+        ),
+        Tap("torch.serialization", "", function, ("f",), _file("f"), kind, also=(("torch", function),)),
+    )
+
+
+TAPS: tuple[Tap, ...] = (
+    Tap("transformers.trainer", "Trainer", "_save_checkpoint", ("model",), _trainer, SAVED),
+    Tap(
+        "transformers.trainer",
+        "Trainer",
+        "_load_from_checkpoint",
+        ("resume_from_checkpoint",),
+        _file("resume_from_checkpoint"),
+        LOADED,
+    ),
+    Tap("safetensors.torch", "", "save_file", ("tensors", "filename"), _file("filename"), SAVED),
+    *_taps(SAVED, "save"),
+    *_taps(LOADED, "load"),
+)
+
+
+class Milestones:
+    """`watch` at attach, `finish` at each step boundary; calls are noted in whatever thread makes them."""
+
+    def __init__(self, guard: Guard, tell: Tell, taps: tuple[Tap, ...] = TAPS) -> None:
+        self._guard = guard
+        self._tell = tell
+        self._waiting = list(taps)
+        self._splices: list[Splice] = []
+        self._noted: dict[str, list[str]] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._rates: list[float] = []
+
+    def watch(self, roots: Sequence[nn.Module], optimizer: Optimizer) -> list[Any]:
+        """Handles, each with a `remove`."""
+        self.ensure_wrapped()
+        handles: list[Any] = [self]
+        for root in roots:
+            handles.append(root.register_load_state_dict_post_hook(self._on_weights))
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper's class may not have called torch's
+            handles.append(optimizer.register_load_state_dict_post_hook(self._on_optimizer_state))
+        return handles
+
+    def ensure_wrapped(self) -> None:
+        """Tap what has been imported by now; cheap enough for every step, and never waits."""
+        if self._closed or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
+                self._waiting.remove(tap)
+                try:
+                    self._splices.append(splice(tap, sys.modules[tap.module], self._listen))
+                except TapNotApplicableError as reason:
+                    self._tell("tap", str(reason))
+                except Exception as error:
+                    self._guard.swallow(f"tap {tap.source}", error)
+        finally:
+            self._lock.release()
+
+    def remove(self) -> None:
+        """Give every function back, and tell what was noted since the last boundary."""
+        with self._lock:
+            self._closed = True
+            for tapped in reversed(self._splices):
+                tapped.remove()
+            self._splices.clear()
+        self._tell_noted()
+
+    def finish(self, optimizer: Optimizer | None) -> None:
+        """A step is over."""
+        self.ensure_wrapped()
+        self._tell_noted()
+        if optimizer is not None:
+            self._look_at_rates([group.get("lr") for group in optimizer.param_groups])
+
+    def _tell_noted(self) -> None:
+        with self._lock:
+            noted, self._noted = self._noted, {}
+        for kind, details in noted.items():
+            more = f" and {len(details) - 1} more" if len(details) > 1 else ""
+            self._tell(kind, details[0] + more)
+
+    def _look_at_rates(self, values: list[Any]) -> None:
+        rates = [number for value in values if (number := scalar(value)) is not None]
+        known = len(rates) == len(self._rates)
+        if known and all(abs(new - old) <= MOVED * max(abs(old), 1e-300) for new, old in zip(rates, self._rates)):
+            return
+        before, self._rates = self._rates, rates
+        now = ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(rates))
+        was = ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(before))
+        self._tell(LEARNING_RATE, f"{was} -> {now}" if before else now)
+
+    def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
+        """Always False: metric sinks inside are to be heard. The outermost call comes first and names the event."""
+        if os.getpid() == self._pid:
+            try:
+                self._note(tap.framework, tap.read(arguments))
+            except Exception as error:
+                self._guard.swallow(tap.source, error)
+        return False
+
+    def _note(self, kind: str, detail: str) -> None:
+        with self._lock:
+            self._noted.setdefault(kind, []).append(detail)
+
+    def _on_weights(self, module: nn.Module, keys: Any) -> None:
+        try:
+            missing, unexpected = len(keys.missing_keys), len(keys.unexpected_keys)
+            self._note(LOADED, f"weights into {type(module).__name__}: {missing} missing, {unexpected} unexpected keys")
+        except Exception as error:
+            self._guard.swallow("weights loaded", error)
+
+    def _on_optimizer_state(self, optimizer: Optimizer) -> None:
+        try:
+            self._note(RESUME, f"a state was loaded into {type(optimizer).__name__}")
+        except Exception as error:
+            self._guard.swallow("optimizer state loaded", error)
