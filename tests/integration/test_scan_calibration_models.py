@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import mxprobe
 from mxprobe.attribution import recommend
 from mxprobe.attribution.sensitivity import operand_sensitivity
+from mxprobe.cli import main
 from mxprobe.errors import TraceError, UsageError
 from mxprobe.scan import ScanSettings, scan
 from mxprobe.scan.scanner import Progress
@@ -135,6 +137,19 @@ def test_the_products_find_the_planted_layer(scanned: tuple[Path, dict[str, Any]
     trace, summary = scanned
     assert summary["calibration"]["worst_outputs"][0]["module"] == "model.layers.1.mlp.down_proj"
     assert open_trace(trace).problems == []
+
+
+def test_the_summary_in_words(qwen: Path, prompts: Path, tmp_path: Path) -> None:
+    arguments = [str(qwen), "-o", str(tmp_path / "t"), "--no-whatif", "--calibration", str(prompts)]
+    # Of the fourteen weights two are scanned, so that two Linears are quantized.
+    chosen = ["--include", "*layers.1.mlp.down_proj", "--include", "*layers.0.mlp.down_proj"]
+    done = CliRunner().invoke(main, ["scan", *arguments, *chosen, "--calibration-batches", "1"])
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "calibration: 4 of 32 sequences, 36 tokens, through Qwen3ForCausalLM" in lines
+    moved = lines[next(i for i, line in enumerate(lines) if line.startswith("what moves the model")) :]
+    assert moved[1].startswith("model.layers.1.mlp.down_proj  x_fwd")
+    assert any(line.startswith("KL of the model against itself as it is: quantized ") for line in moved)
 
 
 def test_weights_are_summed_once(scanned: tuple[Path, dict[str, Any]], qwen: Path, tmp_path: Path) -> None:
