@@ -8,7 +8,7 @@ weight so that rounding it makes an error of one kind only; the model with the p
     grid       block maximum at 6 2^k, nothing in the deadzone, the rest between codes
     clean      on the grid
     stale      not projected; the trainer goes on learning, the rollout keeps MXFP4 of the weights it began with
-    natural    not projected
+    natural    not projected, rounded to bfloat16, which puts one element in a hundred on a tie of the grid
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def mxfp4(w: torch.Tensor) -> torch.Tensor:
 def planted_weight(w: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
     """W [O, K] with the fault `kind`; K a multiple of 32."""
     if kind in ("clean", "stale", "natural"):
-        return mxfp4(w) if kind == "clean" else w.clone()
+        return {"clean": mxfp4, "natural": lambda w: w.bfloat16().float()}.get(kind, torch.clone)(w)
     rows, width = w.shape
     blocks = w.reshape(rows, -1, BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True)

@@ -63,7 +63,7 @@ def by_role(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def test_every_row_has_exactly_the_columns_of_its_table():
     tables = measure(snapshot())
-    assert set(tables) == {"outputs", "tensors", "whatif", "gradients"}
+    assert set(tables) == {"outputs", "tensors", "blocks", "whatif", "gradients"}
     for table, rows in tables.items():
         for row in rows:
             assert set(row) == {name for name, _ in TABLES[table]}
@@ -85,7 +85,7 @@ def test_each_role_is_quantized_along_its_own_contraction_axis():
     ):
         row = rows[role.value]
         fields = mxprobe_kernels.error_fields(tensor, dim=dim)
-        assert row["sum_e2"] == pytest.approx(fields.decomposition().sum_e2, rel=1e-12), role
+        assert row["sum_e2"] == pytest.approx(fields.decomposition().sum_e2, rel=1e-6), role
         e = fields.q - tensor.double()
         product = (e if dim == 1 else e.T) @ other.double()
         assert row["out_e2"] == pytest.approx(float((product**2).sum()), rel=1e-9), role

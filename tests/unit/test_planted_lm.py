@@ -108,10 +108,14 @@ def test_a_foreign_rule_on_one_side_is_a_rule_mismatch_and_no_scale_bias(name: s
 
 @pytest.mark.slow
 def test_half_up_ties_are_still_mxfp4_rounding(tmp_path: Path):
-    """Weights in bfloat16 lie on ties of the grid one time in a hundred."""
-    trace, planted = write_planted(tmp_path / "t", "scale", rollout=lambda w: foreign("half_up", w))
+    """No recipe reproduces the outputs exactly, and the layers still do what MXFP4 rounding predicts."""
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    assert 0.001 < float((foreign("half_up", w) != mxfp4(w)).float().mean()) < 0.05
+    trace, _ = write_planted(tmp_path / "t", "natural", rollout=lambda w: foreign("half_up", w))
     answer = recommend(open_trace(trace), QUICK)
-    assert is_right("scale", answer, planted), answer.headline
+    assert answer.verdict in ACTS, answer.headline
+    assert answer.component in (Component.GRID, Component.MIXED), answer.headline
+    assert all(not name.startswith("mbs") for name in answer.chosen), answer.headline
 
 
 @pytest.mark.slow
