@@ -1,12 +1,16 @@
 """Attach to a live training loop and detach again, many times; was it ever harmed, and did it stay the same bits?
 
-    python benchmarks/attach_cycles.py --mechanism ptrace --cycles 200 [--json]
+    python benchmarks/attach_cycles.py --mechanism ptrace --cycles 200 [--python PATH] [--json]
+    python benchmarks/attach_cycles.py --all          200 of each way in, 50 by ptrace on every other Python found
 
 The target is a seeded torch loop (dropout, AdamW) in a process of its own that knows nothing of mxprobe (for
 `listener`: started by `mxprobe run`). After each cycle it must go on stepping. At its end, losses as hex, a hash of
 its parameters and of the state of its random generator are held against a second run, which nobody attached to.
 
-Prints one row of a table. `stuck` counts cycles after which no step came in 20 s, `crashed` ends of the process,
+With `--python` of an interpreter that has no torch the target is a loop of the standard library that logs (role
+`metrics`), its losses sums of random numbers.
+
+Prints a row of a table for each. `stuck` counts cycles after which no step came in 20 s, `crashed` ends of the process,
 `refused` attaches that did not come about, `left` cycles after which a page of ours was still mapped. `stopped` is
 for how long the main thread stood still, entering and unmapping counted apart (with gdb: gdb's whole run, all
 threads); `latency` is from asking to the agent's answer.
@@ -36,7 +40,7 @@ from mxprobe.attach.progress import Board, Progress
 from mxprobe.errors import AttachError
 from mxprobe.protocol import AgentConfig
 
-MECHANISMS = ("listener", "ptrace", "gdb")
+MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 STUCK_S = 20.0
 ATTACHED_S = 0.25
 TARGET = """
@@ -63,10 +67,32 @@ state = b"".join(p.detach().numpy().tobytes() for p in model.parameters()) + tor
 losses.write("end " + hashlib.sha256(state).hexdigest() + "\\n")
 """
 
+STDLIB_TARGET = """
+import hashlib, os, random, sys, time
+out, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+class Tracking:
+    def log(self, data, step, backend=None):
+        pass
+module = sys.modules["verl.utils.tracking"] = type(sys)("verl.utils.tracking")
+module.Tracking = Tracking
+random.seed(0)
+tracking, state, step = Tracking(), [0.0] * 64, 0
+losses = open(out, "w", buffering=1)
+while step != steps and not os.path.exists(out + ".stop"):
+    state = [0.9 * value + random.gauss(0.0, 1.0) for value in state]
+    loss = sum(value * value for value in state)
+    losses.write(loss.hex() + "\\n")
+    step += 1
+    tracking.log({"loss": loss}, step=step)
+    time.sleep(pause_s)
+losses.write("end " + hashlib.sha256(repr((state, random.getstate())).encode()).hexdigest() + "\\n")
+"""
+
 
 @dataclass
 class Result:
     mechanism: str
+    python: str = ""
     cycles: int = 0
     stuck: int = 0
     crashed: int = 0
@@ -79,14 +105,23 @@ class Result:
 
     @property
     def row(self) -> str:
-        cells = [self.mechanism, self.cycles, self.stuck, self.crashed, self.refused, self.left, self.steps]
+        cells = [
+            self.mechanism,
+            self.python,
+            self.cycles,
+            self.stuck,
+            self.crashed,
+            self.refused,
+            self.left,
+            self.steps,
+        ]
         cells += ["yes" if self.identical else "NO", _spread(self.stopped_ms), _spread(self.latency_ms)]
         return f"| {' | '.join(map(str, cells))} |"
 
 
 HEADER = (
-    "| way in | cycles | stuck | crashed | refused | left | steps | identical | stopped ms p50 / p99 / max "
-    "| latency ms p50 / p99 / max |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| way in | Python | cycles | stuck | crashed | refused | left | steps | identical | stopped ms p50 / p99 / max "
+    "| latency ms p50 / p99 / max |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -113,15 +148,43 @@ def wait_for_steps(process: subprocess.Popen[bytes], out: Path, count: int) -> b
 
 
 @contextmanager
-def target(out: Path, *, steps: int, pause_s: float, listens: bool) -> Generator[subprocess.Popen[bytes]]:
+def target(
+    out: Path, python: str, *, steps: int, pause_s: float, listens: bool = False
+) -> Generator[subprocess.Popen[bytes]]:
     prefix = [sys.executable, "-m", "mxprobe", "run", "--"] if listens else []
-    command = [*prefix, sys.executable, "-c", TARGET, str(out), str(steps), str(pause_s)]
+    source = TARGET if _has_torch(python) else STDLIB_TARGET
+    command = [*prefix, python, "-c", source, str(out), str(steps), str(pause_s)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+def _has_torch(python: str) -> bool:
+    question = "import importlib.util as u; raise SystemExit(u.find_spec('torch') is None)"
+    return subprocess.run([python, "-c", question], check=False).returncode == 0
+
+
+def version_of(python: str) -> str:
+    question = "import platform; print(platform.python_version())"
+    return subprocess.run([python, "-c", question], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def other_pythons() -> list[str]:
+    """One interpreter of each other minor version, 3.9 or newer, that pyenv has installed here."""
+    found: dict[str, str] = {}
+    for path in sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3")):
+        minor = ".".join(version_of(str(path)).split(".")[:2])
+        if int(minor.split(".")[1]) >= 9 and minor != f"3.{sys.version_info.minor}":
+            found[minor] = str(path)
+    return list(found.values())
+
+
+def ways(python: str) -> list[str]:
+    """The ways in that are measured on another Python."""
+    return ["ptrace", *(["remote_exec"] if version_of(python).split(".") >= ["3", "14"] else [])]
 
 
 def has_statement(pid: int) -> bool:
@@ -137,7 +200,7 @@ def has_statement(pid: int) -> bool:
 
 
 def cycle(pid: int, trace: Path, result: Result) -> None:
-    config = AgentConfig(every=5, weights_every=20, step_timeout_s=60.0)
+    config = AgentConfig(every=5, weights_every=20, step_timeout_s=60.0, torch_wait_s=0.0)
     options = AttachOptions(trace, config, duration_s=ATTACHED_S, via=result.mechanism)
     try:
         Group({"target": look_up(pid)}, options, Board(Progress(io.StringIO()))).run()
@@ -146,16 +209,16 @@ def cycle(pid: int, trace: Path, result: Result) -> None:
         print(error, file=sys.stderr)
         return
     facts = json.loads((trace / "run.json").read_text())
-    if result.mechanism != "listener":
+    if result.mechanism in ("ptrace", "gdb"):
         result.stopped_ms += [facts["pause_ms"], facts["unmap_pause_ms"]]
     result.latency_ms.append(facts["attach_latency_ms"])
 
 
-def measure(mechanism: str, cycles: int) -> Result:
-    result = Result(mechanism)
+def measure(mechanism: str, cycles: int, python: str = sys.executable) -> Result:
+    result = Result(mechanism, version_of(python))
     with tempfile.TemporaryDirectory() as name:
         out, control = Path(name, "attached"), Path(name, "control")
-        with target(out, steps=-1, pause_s=0.005, listens=mechanism == "listener") as process:
+        with target(out, python, steps=-1, pause_s=0.005, listens=mechanism == "listener") as process:
             wait_for_steps(process, out, 5)
             for number in range(cycles):
                 cycle(process.pid, Path(name, f"{number}.mxprobe"), result)
@@ -170,7 +233,7 @@ def measure(mechanism: str, cycles: int) -> Result:
                 process.wait()
         seen = lines_of(out)
         result.steps = len(seen) - 1
-        with target(control, steps=result.steps, pause_s=0.0, listens=False) as process:
+        with target(control, python, steps=result.steps, pause_s=0.0) as process:
             process.wait()
         result.identical = len(seen) > cycles and lines_of(control) == seen
     return result
@@ -178,12 +241,25 @@ def measure(mechanism: str, cycles: int) -> Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--mechanism", choices=MECHANISMS, required=True)
+    parser.add_argument("--mechanism", choices=MECHANISMS)
     parser.add_argument("--cycles", type=int, default=200)
-    parser.add_argument("--json", action="store_true", help="print every number instead of a row")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the target")
+    parser.add_argument("--all", action="store_true", help="everything that the page on overhead shows")
+    parser.add_argument("--json", action="store_true", help="print every number instead of rows")
     options = parser.parse_args()
-    result = measure(options.mechanism, options.cycles)
-    print(json.dumps(asdict(result)) if options.json else f"{HEADER}\n{result.row}")
+    if options.all == bool(options.mechanism):
+        parser.error("either --mechanism or --all")
+    plan = [(options.mechanism, options.cycles, options.python)]
+    if options.all:
+        plan = [(mechanism, options.cycles, sys.executable) for mechanism in MECHANISMS if mechanism != "remote_exec"]
+        plan += [
+            (mechanism, min(options.cycles, 50), python) for python in other_pythons() for mechanism in ways(python)
+        ]
+    if not options.json:
+        print(HEADER)
+    for each in plan:
+        result = measure(*each)
+        print(json.dumps(asdict(result)) if options.json else result.row, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mxprobe.attach import gdb
+from tests.attach_targets import interpreters
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "attach_cycles.py"
 CYCLES = 10
@@ -34,3 +35,20 @@ def test_ten_cycles(mechanism: str) -> None:
     assert result["identical"]
     assert len(result["latency_ms"]) == CYCLES
     assert len(result["stopped_ms"]) == (0 if mechanism == "listener" else 2 * CYCLES)
+
+
+OTHERS = [python for python in interpreters() if ".pyenv" in python]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OTHERS, reason="needs another interpreter under ~/.pyenv")
+def test_three_cycles_on_every_other_python() -> None:
+    """Without torch the target is a process that logs."""
+    for python in OTHERS:
+        command = [sys.executable, str(SCRIPT), "--mechanism", "ptrace", "--cycles", "3", "--python", python, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        harm = {name: result[name] for name in ("stuck", "crashed", "refused", "left")}
+        assert harm == {"stuck": 0, "crashed": 0, "refused": 0, "left": 0}, (python, done.stderr)
+        assert (result["cycles"], result["identical"]) == (3, True), python
