@@ -33,10 +33,12 @@ SHIPPED_MODULES = (
     "columns",
     "corrections",
     "cpu_backend",
+    "cpu_quantizer",
     "decomposition",
     "formats",
     "frontend",
     "lite_statistics",
+    "quantizer",
     "rounding",
     "torch_backend",
 )

@@ -47,7 +47,8 @@ def compile_library(compiler: str, library: Path = LIBRARY) -> None:
         jobs: dict[str, tuple[str, ...]] = {"dispatch": (compiler, *FLAGS, "-c", str(SOURCES / "dispatch.cpp"))}
         for isa, (lanes, flags) in isas.items():
             defines = (f"-DISA={isa}", f"-DLANES={lanes}")
-            jobs[isa] = (compiler, *FLAGS, *flags, *defines, "-c", str(SOURCES / "statistics.cpp"))
+            for source in ("statistics", "quantize"):
+                jobs[f"{isa}_{source}"] = (compiler, *FLAGS, *flags, *defines, "-c", str(SOURCES / f"{source}.cpp"))
         objects = [f"{scratch}/{name}.o" for name in jobs]
         running = [
             subprocess.Popen((*job, "-o", target), stderr=subprocess.PIPE, text=True)

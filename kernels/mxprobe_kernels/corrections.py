@@ -22,7 +22,7 @@ import torch
 
 from mxprobe_kernels.blocks import from_blocks, pad_rows, rows_of, to_blocks
 from mxprobe_kernels.formats import MXFP4, Correction, CorrectionKind, Format, Rule, get_rule
-from mxprobe_kernels.torch_backend import quantized_blocks
+from mxprobe_kernels.quantizer import quantized
 
 _SIGN_SEED = 0x6D787072
 
@@ -58,8 +58,8 @@ def apply_correction(
 
 def _quantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> torch.Tensor:
     blocks, shape = to_blocks(x, dim, format.block)
-    q, _ = quantized_blocks(blocks, format, rule)
-    return from_blocks(q.float(), shape)
+    q, _ = quantized(blocks, format, rule)
+    return from_blocks(q, shape)
 
 
 def _macro_block_scaling(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
@@ -74,15 +74,15 @@ def _macro_block_scaling(x: torch.Tensor, size: int, rule: Rule, dim: int) -> to
     m8 = (ratio.view(torch.int32) & 0x7F8000) >> 15
     f = torch.where(amax > 0, 1.0 + m8.float() / 256.0, 1.0)
     scaled = (macro * f).reshape(macro.shape[0], macro.shape[1] * size // MXFP4.block, MXFP4.block)
-    q, _ = quantized_blocks(scaled, MXFP4, rule)
+    q, _ = quantized(scaled, MXFP4, rule, torch.float64)
     return from_blocks((q.reshape(macro.shape) / f).float(), shape)
 
 
 def _outlier_fallback(x: torch.Tensor, alpha: float, rule: Rule, dim: int) -> torch.Tensor:
     blocks, shape = to_blocks(x, dim, MXFP4.block)
-    first, _ = quantized_blocks(blocks, MXFP4, rule)
+    first, _ = quantized(blocks, MXFP4, rule, torch.float64)
     residual = (blocks - first).float()
-    second, _ = quantized_blocks(residual, MXFP4, rule)
+    second, _ = quantized(residual, MXFP4, rule, torch.float64)
     return from_blocks((first + alpha * second).float(), shape)
 
 
@@ -91,8 +91,8 @@ def _hadamard(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
     n_rows, width = groups.shape[0], groups.shape[1] * size
     signs = _signs(size, x.device)
     blocks = pad_rows(walsh_hadamard(groups * signs).reshape(n_rows, width), MXFP4.block)
-    q, _ = quantized_blocks(blocks, MXFP4, rule)
-    back = q.float().reshape(n_rows, blocks.shape[1] * MXFP4.block)[:, :width].reshape(groups.shape)
+    q, _ = quantized(blocks, MXFP4, rule)
+    back = q.reshape(n_rows, blocks.shape[1] * MXFP4.block)[:, :width].reshape(groups.shape)
     return from_blocks(walsh_hadamard(back) * signs, shape)
 
 

@@ -19,7 +19,7 @@ from mxprobe_kernels.lite_statistics import Lite, from_decomposition
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu", "libmxprobe_cpu.so")
 
-_INTERFACE = 2
+_INTERFACE = 3
 """Of dispatch.cpp: an older library beside newer Python is not used."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -33,6 +33,10 @@ def library() -> ctypes.CDLL | None:
         loaded.mxprobe_isas.restype = ctypes.c_char_p
         pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         loaded.mxprobe_statistics.argtypes = [pointer, i32, i64, i64, i64, *[i32] * 5, ctypes.c_char_p, pointer]
+        loaded.mxprobe_quantize.argtypes = [
+            *(pointer, i64, i32, i32, i32, ctypes.c_double, i32, i32, ctypes.c_double, i32),
+            *(ctypes.c_char_p, pointer, pointer),
+        ]
         current = loaded.mxprobe_interface() == _INTERFACE and loaded.mxprobe_values() == N_VALUES
         return loaded if current else None
     except (OSError, AttributeError):

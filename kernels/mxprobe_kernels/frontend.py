@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from mxprobe_kernels import cpu_backend, torch_backend
+from mxprobe_kernels import cpu_backend, quantizer, torch_backend
 from mxprobe_kernels.decomposition import Decomposition
 from mxprobe_kernels.formats import MXFP4, Format, Rule, get_format, get_rule
 from mxprobe_kernels.lite_statistics import Lite, from_decomposition
@@ -98,7 +98,7 @@ def quantize_dequantize(
 
     A block with a NaN or an infinity comes back as NaN. ValueError as for `decompose`.
     """
-    return torch_backend.quantize_dequantize(x, get_format(format), get_rule(rule), dim)
+    return quantizer.quantize_dequantize(x, get_format(format), get_rule(rule), dim)
 
 
 def error_fields(

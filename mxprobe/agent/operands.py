@@ -17,6 +17,7 @@ import torch
 
 import mxprobe_kernels
 from mxprobe.schema import OUTPUT_SUMS, Role
+from mxprobe_kernels import cpu_backend
 from mxprobe_kernels.formats import Correction
 from mxprobe_kernels.torch_backend import ErrorFields
 
@@ -55,9 +56,11 @@ class Measured(NamedTuple):
 def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
     """The sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B."""
     fields = mxprobe_kernels.error_fields(operand.a, format=format, rule=rule, dim=-1)
+    fast = operand.a.device.type == "cpu" and cpu_backend.supports(operand.a, fields.format)
+    sums = mxprobe_kernels.decompose(operand.a, format=format, rule=rule) if fast else fields.decomposition()
     b = operand.b.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     row: Row = {
-        **fields.decomposition().to_dict(),
+        **sums.to_dict(),
         **output_sums(fields, b),
         "sampled_frac": operand.sampled_frac,
         "n_clusters": operand.n_clusters,
@@ -122,27 +125,29 @@ _WHATIF_SUMS = ("sum_e2", "sum_e2_on_d", "out_e2", "out_zeroed2")
 
 
 def _whatif_sums(measured: Measured, corrected: list[torch.Tensor]) -> torch.Tensor:
-    """[n_corrections, 5]: zeroed elements, then `_WHATIF_SUMS`; as many corrections at a time as memory allows."""
+    """[n_corrections, 5]: zeroed elements, then `_WHATIF_SUMS`; as many corrections at a time as memory allows.
+
+    ||E B||^2 = <E (B B^T), E> where B B^T is smaller than B.
+    """
     fields, b = measured.fields, measured.b
     limit = CPU_BATCH_ELEMENTS if fields.x.device.type == "cpu" else DEVICE_BATCH_ELEMENTS
     stride = max(limit // max(fields.x.numel(), 1), 1)
     nonzero = fields.x != 0
+    gram = b @ b.T if b.shape[0] < b.shape[1] else None
     parts: list[torch.Tensor] = []
     for start in range(0, len(corrected), stride):
         q = torch.stack(corrected[start : start + stride])
         e = q.double() - fields.x
-        out = e @ b
-        out_zeroed = (e * fields.zeroed) @ b
+        both = torch.stack((e, e * fields.zeroed))
+        out = _energies(both @ b) if gram is None else ((both @ gram) * both).flatten(2).sum(-1)
         zeroed = ((q == 0) & nonzero).sum((1, 2)).double()
-        parts.append(
-            torch.stack((zeroed, _energies(e), _energies(e * fields.on_d), _energies(out), _energies(out_zeroed)), 1)
-        )
+        parts.append(torch.stack((zeroed, _energies(e), _energies(e * fields.on_d), *out), 1))
     return torch.cat(parts)
 
 
 def _energies(x: torch.Tensor) -> torch.Tensor:
-    """[n, ...] -> ||x_i||^2 [n]."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1).square()
+    """[..., M, C] -> ||x_i||^2 [...]."""
+    return torch.linalg.vector_norm(x.flatten(-2), dim=-1).square()
 
 
 def identity_error(row: Row) -> float:

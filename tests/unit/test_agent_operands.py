@@ -45,7 +45,7 @@ def _exponents(a: torch.Tensor, rule: Rule) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_the_identity_holds(rule: Rule, scale: float):
     row = measure_operand(operand(scale=scale), format="mxfp4", rule=rule.value).row
-    assert identity_error(row) < 1e-9 < IDENTITY_TOLERANCE
+    assert identity_error(row) < 1e-6 < IDENTITY_TOLERANCE
 
 
 def test_a_violated_identity_is_seen():
@@ -67,7 +67,7 @@ def test_non_finite_values_poison_nothing():
     row = measure_operand(op, format="mxfp4", rule="rceil").row
     assert row["n_nonfinite"] == 64
     assert row["n_blocks_excluded"] == 64
-    assert row["sum_e2"] == pytest.approx(clean["sum_e2"], rel=1e-12)
+    assert row["sum_e2"] == pytest.approx(clean["sum_e2"], rel=1e-6)
     assert math.isfinite(row["out_e2"])
 
 

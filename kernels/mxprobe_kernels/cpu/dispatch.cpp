@@ -1,4 +1,5 @@
 // The C interface of the CPU kernels: cuts the matrix into tiles, shares them among threads, adds them in order.
+#include "quantize.hpp"
 #include "statistics.hpp"
 
 #include <algorithm>
@@ -18,6 +19,7 @@ namespace mxprobe {
 #define DECLARE(ISA) \
   namespace ISA { \
   void statistics(const Tile&, double*); \
+  void quantize(const Quantize&, const float*, int64_t, void*, bool, int32_t*); \
   }
 #define X(name, feature) DECLARE(name)
 #include "isas.inc"
@@ -39,6 +41,7 @@ struct KeepSubnormals {
 struct Choice {
   const char* name;
   Kernel kernel;
+  Quantizer quantizer;
 };
 
 std::vector<Choice> available() {
@@ -46,9 +49,9 @@ std::vector<Choice> available() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #define X(name, feature) \
-  if (feature) found.push_back({#name, name::statistics});
+  if (feature) found.push_back({#name, name::statistics, name::quantize});
 #else
-#define X(name, feature) found.push_back({#name, name::statistics});
+#define X(name, feature) found.push_back({#name, name::statistics, name::quantize});
 #endif
 #include "isas.inc"
 #undef X
@@ -58,6 +61,13 @@ std::vector<Choice> available() {
 const std::vector<Choice>& choices() {
   static const std::vector<Choice> found = available();
   return found;
+}
+
+// The best of all for "", null for one that is not to be had.
+const Choice* choose(const char* isa) {
+  for (const Choice& c : choices())
+    if (!*isa || !std::strcmp(isa, c.name)) return &c;
+  return nullptr;
 }
 
 }  // namespace
@@ -102,16 +112,14 @@ EXPORT const char* mxprobe_isas() {
 EXPORT int mxprobe_values() { return kValues; }
 
 // Changes with the signatures below.
-EXPORT int mxprobe_interface() { return 2; }
+EXPORT int mxprobe_interface() { return 3; }
 
 // x [n_rows, n_columns], unit stride along columns -> values[kValues], of which `lite` fills those of Tile::lite.
 // 0, or -1 when `isa` is not to be had.
 EXPORT int mxprobe_statistics(const void* x, int dtype, int64_t n_rows, int64_t n_columns, int64_t stride_bytes, int columns,
                               int32_t bias, int covers, int lite, int n_threads, const char* isa, double* values) {
-  Kernel kernel = nullptr;
-  for (const Choice& c : choices())
-    if (!kernel && (!*isa || !std::strcmp(isa, c.name))) kernel = c.kernel;
-  if (!kernel) return -1;
+  const Choice* choice = choose(isa);
+  if (!choice) return -1;
 
   // Rows of whole blocks that lie end to end are one long row: a segment then fills up whatever their length.
   const int64_t element = static_cast<DType>(dtype) == DType::kFloat32 ? 4 : 2;
@@ -130,7 +138,7 @@ EXPORT int mxprobe_statistics(const void* x, int dtype, int64_t n_rows, int64_t 
       const int64_t r = i / across * height, c = i % across * width;
       const Tile tile{static_cast<const char*>(x), r, std::min(r + height, n_rows), c, std::min(c + width, n_columns),
                       stride_bytes, bias, static_cast<DType>(dtype), columns != 0, covers != 0, lite != 0};
-      kernel(tile, parts.data() + i * kValues);
+      choice->kernel(tile, parts.data() + i * kValues);
     }
   };
   std::vector<std::thread> threads;
@@ -144,6 +152,19 @@ EXPORT int mxprobe_statistics(const void* x, int dtype, int64_t n_rows, int64_t 
       const double part = parts[i * kValues + k];
       values[k] = k == kAmax ? std::max(values[k], part) : values[k] + part;
     }
+  return 0;
+}
+
+// x [n_blocks, block] -> q of the same shape, float or double, and the exponent of each block's scale, -127 where it is
+// no power of two. 0, or -1 when `isa` is not to be had.
+EXPORT int mxprobe_quantize(const float* x, int64_t n_blocks, int block, int mantissa_bits, int min_exponent, double qmax,
+                            int32_t bias, int max_exponent, double unit, int to_double, const char* isa, void* q,
+                            int32_t* exponents) {
+  const Choice* choice = choose(isa);
+  if (!choice || block > 1024) return -1;
+  KeepSubnormals guard;
+  choice->quantizer({block, mantissa_bits, min_exponent, qmax, bias, max_exponent, unit}, x, n_blocks, q, to_double != 0,
+                    exponents);
   return 0;
 }
 

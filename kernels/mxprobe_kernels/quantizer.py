@@ -1,0 +1,32 @@
+"""Blocks -> Q, by the CPU library where it can, else by the torch path: the same bits either way. Shipped."""
+
+from __future__ import annotations
+
+import torch
+
+from mxprobe_kernels import cpu_quantizer, torch_backend
+from mxprobe_kernels.blocks import from_blocks, per_block, to_blocks
+from mxprobe_kernels.formats import Format, Rule
+
+
+def quantized(
+    blocks: torch.Tensor, format: Format, rule: Rule, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [R, N, B] -> Q in `dtype`, NaN in excluded blocks, and exponents of power-of-two scales, int32 [R, N, 1].
+
+    Q is rounded once, from float64. In float32 it is exact for power-of-two scales, but an infinity past its range.
+    """
+    if dtype in (torch.float32, torch.float64) and cpu_quantizer.supports(blocks, format):
+        tensor_amax = torch_backend.finite_amax(blocks) if format.tensor_scale else None
+        return cpu_quantizer.quantize(blocks, format, rule, tensor_amax, dtype)
+    q, scales = torch_backend.quantized_blocks(blocks, format, rule)
+    return q.to(dtype), scales.exponent
+
+
+@torch.no_grad()
+def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch_backend.quantize_dequantize`."""
+    blocks, shape = to_blocks(x, dim, format.block)
+    wide = x.dtype if x.dtype == torch.float32 else torch.float64
+    q, exponent = quantized(blocks, format, rule, wide)
+    return from_blocks(q.to(x.dtype), shape), per_block(exponent.squeeze(-1), shape)
