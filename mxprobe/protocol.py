@@ -10,15 +10,18 @@ Standard library only and Python 3.9 syntax: the agent ships this file.
                           failed    {reason, detail}                       observed, but could not attach
                           batch     {seq, table, columns: {name: [...]}}   rows; kept until acknowledged
                           status    {...}                                  answer to `status`
+                          set       {id, ok, ...}                          answer to `set`, after the switch
                           detached  {steps, ...}                           hooks are out; the socket closes next
     controller -> agent   attach    {config}                               answer to hello
                           ack       {seq}                                  that batch is on disk
                           ping      {}                                     renews the lease
                           status    {}
                           trigger   {reason}                           keep the past, full statistics now
+                          set       {id, recipe, at_step}              switch the recipe at a step boundary
                           detach    {}
     client -> controller  status    {}            -> status {...}
                           trigger   {}            -> triggered {recorded}
+                          set       {recipe, at_step} -> set {ok, step, models} | set {ok, reason, detail}
                           detach    {}            -> detached {...}
     controller -> listener  connect {socket, archive, token}   -> connected {} | failed {reason, detail}
 
@@ -39,7 +42,7 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 VERBS = frozenset(
     {"hello", "attach", "attached", "failed", "batch", "ack", "ping", "status", "detach", "detached"}
-    | {"connect", "connected", "trigger", "triggered"}
+    | {"connect", "connected", "trigger", "triggered", "set"}
 )
 
 Frame = dict[str, Any]

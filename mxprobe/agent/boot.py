@@ -141,6 +141,8 @@ class _Agent:
             session.ask_detach("asked")
         elif verb == "trigger":
             session.trigger(str(frame.get("reason", "")))
+        elif verb == "set":
+            session.ask_set(frame)
 
     def _leave(self, session: Any, transport: Any) -> None:
         """Finish measuring, send, say goodbye, end the threads."""

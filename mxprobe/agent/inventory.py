@@ -46,7 +46,7 @@ class Entry:
 def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
     """Every Linear and every other module that directly owns a parameter of two or more dimensions, once."""
     entries: list[Entry] = []
-    compiled, fused = _below(roots, _is_compiled), _below(roots, _has_fused_path)
+    compiled, fused = _below(roots, is_compiled), _below(roots, has_fused_path)
     for name, module in named_modules(roots):
         if isinstance(module, ParametrizationList):
             continue  # belongs to the module it parametrizes
@@ -96,14 +96,14 @@ def _below(roots: list[nn.Module], is_top: Callable[[nn.Module], bool]) -> set[i
 
 def not_to_be_hooked(roots: list[nn.Module]) -> set[int]:
     """ids of the modules on which a forward hook never fires, or changes what is computed."""
-    return _below(roots, _is_compiled) | _below(roots, _has_fused_path)
+    return _below(roots, is_compiled) | _below(roots, has_fused_path)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
-def _has_fused_path(module: nn.Module) -> bool:
+def has_fused_path(module: nn.Module) -> bool:
     return isinstance(module, nn.TransformerEncoderLayer)
 
 

@@ -37,6 +37,7 @@ from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.signals import NO_STEP, SignalTaps, any_sink
 from mxprobe.agent.stepping import watch_steps
+from mxprobe.agent.switching import RecipeSwitch, Request
 from mxprobe.agent.tokens import Measurements, TokenTaps
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
@@ -87,6 +88,8 @@ class Session:
         self._tokens = TokenTaps(self._clock, self.guard, self._on_event)
         self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
         self._black_box = black_box.BlackBox(config.follow_steps)
+        self._switch = RecipeSwitch(self._on_switch_answer, self._on_event)
+        self._roots: list[weakref.ref[nn.Module]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._handles: list[Any] = []
@@ -133,7 +136,7 @@ class Session:
         """A process that logs and runs no model: its signals alone, until it takes a step after all."""
         self.role = METRICS
         self._signals.ensure_wrapped()
-        self.worker.put(lambda: self._announce([]))
+        self.worker.put(lambda: self._announce([], []))
 
     def ask_detach(self, reason: str) -> None:
         """Take the hooks out at the next boundary; at once where none are in yet."""
@@ -146,6 +149,11 @@ class Session:
         """Keep what the flight recorder holds, and go to full statistics."""
         self.worker.put(lambda: self._keep(*self._black_box.trigger(reason), self.worker.step_base + self.n_steps))
 
+    def ask_set(self, frame: dict[str, Any]) -> None:
+        """Switch the recipe at a step boundary, by the user's command."""
+        request = Request(int(frame["id"]), str(frame["recipe"]), int(frame.get("at_step") or 0))
+        self._switch.ask(request, step=self.worker.step_base + self.n_steps, is_trainer=self.role == "trainer")
+
     def abandon(self, reason: str) -> None:
         """Take the hooks out now, whatever the training thread is doing."""
         self._remove(reason)
@@ -153,6 +161,7 @@ class Session:
     def close(self) -> None:
         """Take out the optimizer hook, inert by now; after `gone`, by the agent's thread."""
         self._unwatch_steps()
+        self._switch.close()
 
     def status(self) -> dict[str, Any]:
         """Where the session stands, as sent in `status` and `detached` frames. Times are sums since attach."""
@@ -247,9 +256,11 @@ class Session:
         self._clock.advance()
         self.state = State.ATTACHED
         names = [type(root).__name__ for root in roots]
-        self.worker.put(lambda: self._announce(names))
+        self._roots = [weakref.ref(root) for root in roots]
+        recipes = self._switch.look(roots)
+        self.worker.put(lambda: self._announce(names, recipes))
 
-    def _announce(self, roots: list[str]) -> None:
+    def _announce(self, roots: list[str], recipes: list[str]) -> None:
         """In the worker, after the step count is known."""
         what = f"{', '.join(roots)}; {len(self._probes)} modules" if roots else "no model runs here, its signals alone"
         self._event("attached", f"{self.role}: {what}", 0)
@@ -262,6 +273,7 @@ class Session:
                 "modules": len(self._probes),
                 "role": self.role,
                 "step": self.worker.step_base,
+                "recipes": recipes,
             }
         )
 
@@ -343,6 +355,9 @@ class Session:
         if replayed is not None:
             self.worker.put(lambda: self._record_replay(replayed))
         clock.next()
+        if self.role == "trainer":
+            roots = [root for reference in self._roots if (root := reference()) is not None]
+            self._switch.at_boundary(roots, self.worker.step_base + self.n_steps)
         if self.detach_asked:
             self._remove(self.detach_asked)
         else:
@@ -456,6 +471,13 @@ class Session:
         step = self._clock.step
         self.worker.put(lambda: self._event(kind, detail, step))
 
+    def _on_switch_answer(self, answer: dict[str, Any]) -> None:
+        def tell() -> None:
+            self._recorder.flush()
+            self._transport.control({"verb": "set", **answer})
+
+        self.worker.put(tell)
+
     def _on_error(self, where: str, detail: str) -> None:
         step = self._clock.step
         self.worker.put(lambda: self._event("error", f"{where}: {detail}", step))
@@ -469,6 +491,7 @@ class Session:
             self.state = State.GONE
             self.reason = reason
         removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap]
+        removals.append(lambda: self._switch.leave(reason))
         removals += [handle.remove for handle in self._handles]
         removals += [probe.remove for probe in self._probes.values()]
         for remove in removals:

@@ -8,8 +8,8 @@ from mxprobe.errors import AttachError
 from mxprobe.protocol import ProtocolError, recv_frame, send_frame
 
 
-def ask(control_socket: Path, verb: str, *, timeout_s: float) -> dict[str, Any] | None:
-    """The controller's answer to `status` or `detach` without its verb; None if it left before it answered.
+def ask(control_socket: Path, verb: str, *, timeout_s: float, **members: Any) -> dict[str, Any] | None:
+    """The controller's answer to a verb (with its members), without its verb; None if it left before it answered.
 
     AttachError `no_answer` if it does not answer in time.
     """
@@ -17,7 +17,7 @@ def ask(control_socket: Path, verb: str, *, timeout_s: float) -> dict[str, Any] 
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(str(control_socket))
-            send_frame(connection, {"verb": verb})
+            send_frame(connection, {"verb": verb, **members})
             answer = recv_frame(connection)
     except TimeoutError:
         raise AttachError(

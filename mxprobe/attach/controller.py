@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mxprobe.attach.archive import write_archive
-from mxprobe.attach.desk import Desk
+from mxprobe.attach.desk import Desk, not_switched
 from mxprobe.attach.entry import Entry, enter, unmap
 from mxprobe.attach.process import Process, check_attachable, main_thread_activity
 from mxprobe.attach.recorder import RunTrace, TraceRecorder
@@ -293,8 +293,8 @@ class Controller:
                 self._error = error
                 self._agent = None  # its connection ends with the writer: there is nothing to wait for
                 self._end("write_failed", str(error))
-            case ClientAsked(client, verb):
-                self._serve_client(client, verb)
+            case ClientAsked(client, frame):
+                self._serve_client(client, frame)
             case TriggerWanted(reason):
                 if self._phase == "recording":
                     self._say_to_agent({"verb": "trigger", "reason": reason})
@@ -311,6 +311,8 @@ class Controller:
             case "status":
                 self._agent_status = {key: value for key, value in frame.items() if key != "verb"}
                 self._desk.answer_status(everyone=True)
+            case "set":
+                self._desk.answer_switch(frame)
             case "detached":
                 self._detached = frame
                 self._end(str(frame.get("reason") or "agent_left"), "")
@@ -372,7 +374,8 @@ class Controller:
 
     # Clients
 
-    def _serve_client(self, client: Peer, verb: str) -> None:
+    def _serve_client(self, client: Peer, frame: Frame) -> None:
+        verb = frame["verb"]
         if verb == "detach":
             self._desk.wait_for_end(client)
             self._end("detached", "")
@@ -381,6 +384,11 @@ class Controller:
             if recording:
                 self._say_to_agent({"verb": "trigger", "reason": "mxprobe trigger"})
             client.send({"verb": "triggered", "recording": recording, "past": recording and self._config.record})
+        elif verb == "set":
+            if self._phase == "recording" and self._agent is not None:
+                self._say_to_agent({**frame, "id": self._desk.wait_for_switch(client)})
+            else:
+                client.send(not_switched("not_recording", f"the attach is {self._phase}"))
         else:
             self._desk.wait_for_status(client)
             if self._phase == "recording" and self._agent is not None:
@@ -427,7 +435,8 @@ class Controller:
 
 
 def _place(attached: Frame) -> dict[str, Any]:
-    return {"role": attached.get("role"), "roots": attached.get("roots"), "attached_step": attached.get("step")}
+    what = {name: attached.get(name) for name in ("role", "roots", "recipes")}
+    return {**what, "attached_step": attached.get("step")}
 
 
 def _rank_in(hello: Frame) -> int:

@@ -1,4 +1,4 @@
-"""Where the other commands (`status`, `detach`, `trigger`) are answered, by the controller that they ask."""
+"""Where the other commands (`status`, `detach`, `trigger`, `set`) are answered, by the controller that they ask."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,6 +7,11 @@ from typing import Any
 from mxprobe.attach.server import Peer
 
 _STATUS_ANSWER_S = 1.0
+
+
+def not_switched(reason: str, detail: str) -> dict[str, Any]:
+    """The answer to `set` where the agent does not give it."""
+    return {"verb": "set", "ok": False, "reason": reason, "detail": detail}
 
 
 class Desk:
@@ -19,6 +24,7 @@ class Desk:
         self._status = status
         self._for_status: list[tuple[float, Peer]] = []
         self._for_end: list[Peer] = []
+        self._for_switch: dict[int, Peer] = {}
 
     def wait_for_status(self, client: Peer) -> None:
         """Answered when the agent has said how it is, or with what is known after a second."""
@@ -26,6 +32,17 @@ class Desk:
 
     def wait_for_end(self, client: Peer) -> None:
         self._for_end.append(client)
+
+    def wait_for_switch(self, client: Peer) -> int:
+        """The number under which the agent is to answer."""
+        number = max(self._for_switch, default=0) + 1
+        self._for_switch[number] = client
+        return number
+
+    def answer_switch(self, frame: Mapping[str, Any]) -> None:
+        client = self._for_switch.pop(int(frame.get("id", 0)), None)
+        if client is not None:
+            client.send({key: value for key, value in frame.items() if key != "id"})
 
     def answer_status(self, *, everyone: bool) -> None:
         now = time.monotonic()
@@ -37,5 +54,7 @@ class Desk:
     def answer_the_end(self, detached: Mapping[str, Any]) -> None:
         """The last answers: to those who asked for the end, and to those who still wait for a status."""
         self.answer_status(everyone=True)
+        for number in list(self._for_switch):
+            self.answer_switch(not_switched("left", "the attach has ended") | {"id": number})
         for client in self._for_end:
             client.send({"verb": "detached", **detached})

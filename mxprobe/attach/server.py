@@ -70,7 +70,11 @@ class WriteFailed:
 @dataclass(frozen=True)
 class ClientAsked:
     client: Peer
-    verb: str
+    frame: Frame
+
+    @property
+    def verb(self) -> str:
+        return str(self.frame["verb"])
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,8 @@ class ControlServer:
             if frame["verb"] == "hello":
                 if self._is_our_agent(pid, frame) and self._has_agent.acquire(blocking=False):
                     self._serve_agent(peer, frame)
-            elif frame["verb"] in ("status", "detach", "trigger"):
-                self._events.put(ClientAsked(peer, frame["verb"]))
+            elif frame["verb"] in ("status", "detach", "trigger", "set"):
+                self._events.put(ClientAsked(peer, frame))
                 peer.receive()  # None once the client has its answer and leaves
         except (OSError, ProtocolError):
             return

@@ -19,17 +19,26 @@ _START_UP_S = 1.0  # until the interpreter is one
     "-o", "--output", type=click.Path(path_type=Path), help="Attach as soon as torch is there, and write this trace."
 )
 @click.option("--record", is_flag=True, help="With -o: keep a flight recorder's past from the first steps on.")
+@click.option(
+    "--emulate",
+    metavar="RECIPE",
+    help="Emulate every model that the job trains under a recipe: its name, a line or a .toml file.",
+)
 @click.argument("job", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(output: Path | None, record: bool, job: tuple[str, ...]) -> None:
+def command(output: Path | None, emulate: str | None, record: bool, job: tuple[str, ...]) -> None:
     """Start JOB so that it and its Python children can be attached without ptrace.
 
     \b
       mxprobe run -- python train.py --config my.yaml
       mxprobe run -- torchrun --nproc-per-node=8 train.py
+      mxprobe run --emulate "paper@rollout" -o run.mxprobe -- python train.py
 
     This process becomes the job: same PID, terminal, signals and exit code. Nothing is probed until somebody
     attaches (one sleeping thread per process); with -o, that is done at once for the process started here, or
     for every rank that a torchrun or accelerate started here has on this machine.
+
+    --emulate changes the training: each model is emulated, as by `mxprobe.emulate(model, RECIPE)`, when its optimizer
+    is built, and what was left out is printed. `NAME@rollout` is for generation alone, `NAME@train` for all else.
     """
     from mxprobe.attach.job import is_launcher
 
@@ -41,6 +50,8 @@ def command(output: Path | None, record: bool, job: tuple[str, ...]) -> None:
     environ["MXPROBE_LISTEN"] = "1"
     others = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *([others] if others else [])])
+    if emulate is not None:
+        environ |= _emulation(emulate)
     if output is not None:
         _attach_later(os.getpid(), output, ranks=is_launcher(job), record=record)
     try:
@@ -51,6 +62,16 @@ def command(output: Path | None, record: bool, job: tuple[str, ...]) -> None:
             cause="it is not on PATH, or not executable",
             remedy="write the command as you would without mxprobe, after `--`",
         ) from None
+
+
+def _emulation(text: str) -> dict[str, str]:
+    """What the start-up hook reads. UsageError for a recipe that cannot be read."""
+    import mxprobe
+    import mxprobe_kernels
+    from mxprobe.emulation.recipe import Recipe
+
+    packages = (str(Path(str(package.__file__)).parent) for package in (mxprobe_kernels, mxprobe))
+    return {"MXPROBE_EMULATE": str(Recipe.parse(text)), "MXPROBE_PACKAGES": os.pathsep.join(packages)}
 
 
 def _attach_later(pid: int, output: Path, *, ranks: bool, record: bool) -> None:

@@ -21,6 +21,8 @@ _EMULATION = "_mxprobe_emulation"
 _FIRST_ATTENTION = 32_768
 """Attention modules are numbered from here, so that a recipe's choice of them renumbers no Linear."""
 _ACTIVE: weakref.WeakSet[Emulation] = weakref.WeakSet()
+"""Weak: the step hook must not keep a model alive."""
+_STEP_HOOK: list[Any] = []
 
 
 class Touched(NamedTuple):
@@ -74,6 +76,28 @@ def active() -> list[Emulation]:
     return [emulation for emulation in _ACTIVE if emulation.is_on]
 
 
+def emulation_of(model: nn.Module) -> Any | None:
+    """The emulation that a module of the model is under, also one of another copy of this package; or None."""
+    for module in model.modules():
+        if _EMULATION in module.__dict__:
+            return module.__dict__[_EMULATION]
+    return None
+
+
+def count_steps() -> None:
+    """Register the one hook that counts optimizer steps. For callers that emulate inside a step hook of their own,
+    where another may not be added: torch iterates over the hooks as it calls them."""
+    if not _STEP_HOOK:
+        _STEP_HOOK.append(register_optimizer_step_post_hook(lambda *_: _after_step()))
+
+
+def stop_counting() -> None:
+    """Take that hook off if nothing is emulated; not inside a step hook."""
+    if not active():
+        while _STEP_HOOK:
+            _STEP_HOOK.pop().remove()
+
+
 class Emulation:
     """A model under emulation. Made by `emulate`; stays on until removed, also when nobody keeps this object."""
 
@@ -88,9 +112,7 @@ class Emulation:
         self._control.watch_generation(model)
         model.__dict__[_EMULATION] = self
         _ACTIVE.add(self)
-        # The global hook must not keep the model alive.
-        reference: weakref.ref[Emulation] = weakref.ref(self)
-        self._step_hook = register_optimizer_step_post_hook(lambda *_: _after_step(reference))
+        count_steps()
 
     @property
     def recipe(self) -> Recipe:
@@ -125,12 +147,18 @@ class Emulation:
         if not self.is_on:
             return
         self.is_on = False
-        self._step_hook.remove()
         for module in self.model.modules():
             uninstall(module)
         unwatch_generation(self.model)
         self.model.__dict__.pop(_EMULATION, None)
         _ACTIVE.discard(self)
+        stop_counting()
+
+    def _end_step(self) -> None:
+        self._control.step += 1
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._select(pending)
 
     def _select(self, recipe: Recipe) -> None:
         _check(self.model, recipe)
@@ -200,14 +228,9 @@ class Emulation:
         return f"<Emulation {self}>"
 
 
-def _after_step(reference: weakref.ref[Emulation]) -> None:
-    emulation = reference()
-    if emulation is None:
-        return
-    emulation._control.step += 1  # pyright: ignore[reportPrivateUsage]
-    pending, emulation._pending = emulation._pending, None  # pyright: ignore[reportPrivateUsage]
-    if pending is not None:
-        emulation._select(pending)  # pyright: ignore[reportPrivateUsage]
+def _after_step() -> None:
+    for emulation in active():
+        emulation._end_step()  # pyright: ignore[reportPrivateUsage]
 
 
 def _check(model: nn.Module, recipe: Recipe) -> None:

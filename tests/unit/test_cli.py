@@ -37,7 +37,8 @@ OPTIONS = {
     "trigger": {"job"},
     "detach": {"job"},
     "status": {"as_json", "job"},
-    "run": {"output", "record"},
+    "run": {"output", "record", "emulate"},
+    "set": {"recipe", "job", "at_step", "timeout_s"},
     "doctor": {"as_json", "install_listener", "remove_listener"},
 }
 

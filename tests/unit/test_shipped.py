@@ -12,12 +12,14 @@ import pytest
 
 import mxprobe
 import mxprobe_kernels
+from mxprobe.attach.archive import EMULATION
 
 PACKAGE = Path(mxprobe.__file__).parent
 KERNELS = Path(mxprobe_kernels.__file__).parent
 SHIPPED = [
-    *(PACKAGE / name for name in ("__init__.py", "_version.py", "schema.py", "protocol.py", "listener.py")),
+    *(PACKAGE / f"{name}.py" for name in ("__init__", "_version", "schema", "protocol", "listener", "errors")),
     *sorted((PACKAGE / "agent").rglob("*.py")),
+    *(PACKAGE / "emulation" / f"{name}.py" for name in EMULATION),
     *(KERNELS / f"{name}.py" for name in mxprobe_kernels.SHIPPED_MODULES),
 ]
 STANDARD_LIBRARY_ONLY = ("mxprobe", "mxprobe.schema", "mxprobe.protocol", "mxprobe.listener", "mxprobe.agent.boot")

@@ -1,4 +1,5 @@
-"""Start-up hook of `mxprobe run`: listen, then hand over to the environment's own sitecustomize, if it has one.
+"""Start-up hook of `mxprobe run`: listen, emulate where asked to, then hand over to the environment's own
+sitecustomize, if it has one.
 
 The directory of this file is on PYTHONPATH of the job and its children, and taken off `sys.path` here, so that the
 job finds what it would find without us. Standard library only and Python 3.9 syntax; mxprobe itself need not be
@@ -9,8 +10,10 @@ import os
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_EMULATION = os.path.join(_HERE, "emulation.py")
 _LISTENER = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "listener.py")
 
 
@@ -18,15 +21,30 @@ def _listen() -> None:
     if os.environ.get("MXPROBE_LISTEN") != "1" or sys.hexversion < 0x03090000:
         return
     try:
-        spec = spec_from_file_location("_mxprobe_listener", _LISTENER)
-        if spec is not None and spec.loader is not None:
-            listener = module_from_spec(spec)
-            sys.modules["_mxprobe_listener"] = listener
-            spec.loader.exec_module(listener)
-            listener.listen()
+        _load("_mxprobe_listener", _LISTENER).listen()
     except Exception as error:
         sys.modules.pop("_mxprobe_listener", None)
         print(f"mxprobe: not listening: {error}", file=sys.stderr)
+
+
+def _emulate() -> None:
+    line = os.environ.get("MXPROBE_EMULATE")
+    if not line or sys.hexversion < 0x03090000:
+        return
+    try:
+        _load("_mxprobe_emulation", _EMULATION).arrange(line, os.environ["MXPROBE_PACKAGES"].split(os.pathsep))
+    except Exception as error:
+        print(f"mxprobe: nothing will be emulated: {error}", file=sys.stderr)
+
+
+def _load(name: str, path: str) -> Any:
+    spec = spec_from_file_location(name, path)
+    assert spec is not None  # the path names a Python file
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _chain() -> None:
@@ -39,4 +57,5 @@ def _chain() -> None:
 
 
 _listen()
+_emulate()
 _chain()
