@@ -6,9 +6,12 @@ runs; its sums do not depend on the number of threads.
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -18,18 +21,43 @@ from mxprobe_kernels.formats import MXFP4, Format, Rule
 from mxprobe_kernels.lite_statistics import Lite, from_decomposition
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu", "libmxprobe_cpu.so")
+SHIPPED_LIBRARY = "libmxprobe_cpu.so"
+"""Its name in the archive that an agent is loaded from, where the controller has it."""
 
 _INTERFACE = 3
 """Of dispatch.cpp: an older library beside newer Python is not used."""
 
+_LOADER: Any = __spec__.loader if __spec__ else None
+
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Library(ctypes.CDLL):
+    """Unmapped with the last reference to it: an agent that leaves a process leaves nothing mapped there."""
+
+    def __del__(self, _close: Callable[[int], None] = _ctypes.dlclose) -> None:
+        handle = self.__dict__.get("_handle", 0)
+        if handle:
+            _close(handle)
+
+
+def _load() -> ctypes.CDLL:
+    """The library beside this file, or the one in the archive that this module was imported from. OSError for none."""
+    archive = getattr(_LOADER, "archive", None)
+    if archive is None:
+        return _Library(LIBRARY)
+    data = _LOADER.get_data(os.path.join(archive, SHIPPED_LIBRARY))
+    with os.fdopen(os.memfd_create("mxprobe", os.MFD_CLOEXEC), "wb") as file:
+        file.write(data)
+        file.flush()
+        return _Library(f"/proc/self/fd/{file.fileno()}")
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The loaded library, or None where none was built, or it is of another version or machine."""
     try:
-        loaded = ctypes.CDLL(LIBRARY)
+        loaded = _load()
         loaded.mxprobe_isas.restype = ctypes.c_char_p
         pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         loaded.mxprobe_statistics.argtypes = [pointer, i32, i64, i64, i64, *[i32] * 5, ctypes.c_char_p, pointer]
@@ -106,3 +134,7 @@ def _statistics(
     if failed:
         raise ValueError(f"no kernel for instruction set {isa!r} here; known: {', '.join(isas())}")
     return values
+
+
+if getattr(_LOADER, "archive", None) is not None:
+    library()  # now: the archive may be gone when the first tensor comes

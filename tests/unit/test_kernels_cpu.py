@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mxprobe.attach.archive import write_archive
 from mxprobe_kernels import build_cpu, cpu_backend, decompose, lite, torch_backend
 from mxprobe_kernels.columns import COUNTS, ENERGY_SUMS
 from mxprobe_kernels.formats import MXFP4, NVFP4, Rule
@@ -145,6 +146,36 @@ def test_what_it_cannot_take_is_answered_in_words():
         cpu_backend.decompose(x, MXFP4, Rule.RCEIL, 1, isa="mmx")
     with pytest.raises(ValueError, match="use backend='torch'"):
         cpu_backend.decompose(x, NVFP4, Rule.RCEIL, 1)
+
+
+SHIPPED = """
+import gc, sys, torch
+sys.path.insert(0, {tests!r})
+from mxprobe.attach import loader
+for name in [name for name in sys.modules if name.partition(".")[0] in ("mxprobe", "mxprobe_kernels")]:
+    if name not in ("mxprobe.attach.loader",):
+        del sys.modules[name]
+loader._load_package({archive!r}, "mxprobe_kernels")
+import mxprobe_kernels
+import mxprobe_kernels.cpu_backend as backend
+assert backend.__file__.startswith({archive!r}), backend.__file__
+print(len(backend.isas()), float(mxprobe_kernels.decompose(torch.full((2, 32), 5.0)).sum_e2))
+print("memfd:mxprobe" in open("/proc/self/maps").read())
+loader._unload({archive!r})
+del backend, mxprobe_kernels
+gc.collect()
+print("memfd:mxprobe" in open("/proc/self/maps").read())
+"""
+
+
+@built
+def test_the_agent_takes_the_library_along_and_leaves_nothing_mapped(tmp_path: Path):
+    archive = tmp_path / "agent.zip"
+    write_archive(archive)
+    program = SHIPPED.format(archive=str(archive), tests=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{len(ISAS)} 64.0", "True", "False"]
 
 
 def test_values_are_in_the_order_of_the_columns():
