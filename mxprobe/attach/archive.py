@@ -8,7 +8,12 @@ from pathlib import Path
 import mxprobe
 import mxprobe_kernels
 
-_TOP_LEVEL = ("__init__", "_version", "schema", "protocol")
+_TOP_LEVEL = ("__init__", "_version", "schema", "protocol", "errors")
+EMULATION = (
+    *("__init__", "api", "attention", "automatic", "control", "linear", "modules", "operand", "quantizer"),
+    *("recipe", "selection"),
+)
+"""Shipped, and loaded only when `mxprobe set` asks for it: importing it registers an operator with torch."""
 
 _CPU_LIBRARY = "libmxprobe_cpu.so"
 """Of the kernels, where one was built; `mxprobe_kernels.cpu_backend` looks for it under this name."""
@@ -19,6 +24,7 @@ def shipped_files() -> dict[str, bytes]:
     probe = Path(mxprobe.__file__).parent
     kernels = Path(mxprobe_kernels.__file__).parent
     sources = [probe / f"{name}.py" for name in _TOP_LEVEL] + sorted((probe / "agent").rglob("*.py"))
+    sources += [probe / "emulation" / f"{name}.py" for name in EMULATION]
     files = {f"mxprobe/{path.relative_to(probe).as_posix()}": path.read_bytes() for path in sources}
     files |= {
         f"mxprobe_kernels/{name}.py": (kernels / f"{name}.py").read_bytes() for name in mxprobe_kernels.SHIPPED_MODULES
@@ -38,11 +44,16 @@ def write_archive(path: Path, files: Mapping[str, bytes] | None = None) -> None:
     if library.exists():
         members[_CPU_LIBRARY] = library.read_bytes()
     members["version.txt"] = mxprobe.__version__.encode()
-    members["modules.txt"] = "\n".join(sorted(_module_name(name) for name in members if "/" in name)).encode()
+    at_once = sorted(_module_name(name) for name in members if "/" in name and not _is_optional(name))
+    members["modules.txt"] = "\n".join(at_once).encode()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, data in members.items():
             archive.writestr(name, data)
+
+
+def _is_optional(path: str) -> bool:
+    return path.startswith("mxprobe/emulation/")
 
 
 def _module_name(path: str) -> str:
