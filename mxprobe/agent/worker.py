@@ -80,7 +80,7 @@ class Worker:
             return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the operand it is at; what is left is counted as abandoned."""
+        """End the thread after the operand it is at; snapshots that are left are counted as abandoned."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -94,6 +94,8 @@ class Worker:
                     self._do(job)
                 if time.monotonic() - self._last_flush > FLUSH_EVERY_S:
                     self._flush()
+            while self._jobs:  # nothing more is measured; what there is to tell of the steps is told
+                self._do(self._jobs.popleft())
         self.n_abandoned += self._n_snapshots
         self._flush()
 
@@ -120,6 +122,8 @@ class Worker:
 
     def measure(self) -> int:
         """Measure the snapshots handed over since the last call; returns the ns it took. A job's business."""
+        if self._stopping:
+            return 0
         started = time.perf_counter_ns()
         held, self._held = self._held, []
         try:
