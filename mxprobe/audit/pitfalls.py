@@ -58,6 +58,11 @@ PITFALLS: dict[str, Pitfall] = {
             "evaluation scores are those of the BF16 model and look better than what is deployed",
         ),
         Pitfall(
+            "evaluation_perturbed",
+            "evaluation computes with something that training does not have",
+            "evaluation scores are those of a noisy or other policy: adaptive quantization noise left on, old weights",
+        ),
+        Pitfall(
             "recipe_mismatch",
             "training and rollout quantize by different recipes",
             "a mismatch of 4 to 14 % RMS per operand from the scale rule alone, before any other error",
@@ -71,6 +76,11 @@ PITFALLS: dict[str, Pitfall] = {
             "left_out",
             "a few modules are left out on one side only",
             "a mismatch of single layers that looks like rounding noise; an exclude pattern of one side",
+        ),
+        Pitfall(
+            "exclude_by_substring",
+            "an exclude pattern matches more than it names",
+            "layers meant to be quantized stay in high precision: `gate` for the router takes every gate_proj along",
         ),
         Pitfall(
             "mixed_recipes",
@@ -101,6 +111,36 @@ PITFALLS: dict[str, Pitfall] = {
             "zero_gradient",
             "no gradient comes back to some modules",
             "what lies below does not learn: an activation quantizer without straight-through estimator",
+        ),
+        Pitfall(
+            "no_straight_through",
+            "a quantizer lets no gradient through",
+            "what lies below it, or its own weight, does not learn: rounding has a derivative of 0 almost everywhere",
+        ),
+        Pitfall(
+            "weight_restored_before_backward",
+            "the backward pass multiplies with the weight as it was before quantization",
+            "dX is the gradient of another function than the forward computes; training looks better than it is",
+        ),
+        Pitfall(
+            "transposed_requantized",
+            "the backward pass quantizes the quantized weight once more, along its other axis",
+            "an error in dX that is larger than either quantization makes, growing with depth",
+        ),
+        Pitfall(
+            "blocks_cross_rows",
+            "blocks cross rows",
+            "tokens round each other: results depend on the rest of the batch; rows that are no multiple of a block",
+        ),
+        Pitfall(
+            "eps_in_log2",
+            "an eps inside log2 of the scale",
+            "small gradients become zero: the scale stops following them, training stalls late and without a trace",
+        ),
+        Pitfall(
+            "zero_seed_rounding",
+            "stochastic rounding starts from the same seed in every call",
+            "its error is a bias and not noise: it adds up over steps in place of averaging out",
         ),
         Pitfall(
             "nonfinite",
@@ -160,9 +200,38 @@ def _uses(side: SideAudit, rule: str) -> bool:
 
 def _evaluation(modules: Modules, events: pd.DataFrame) -> Found:
     seen = [m for m in modules if m.evaluation is not None]
-    plain = [m.module for m in seen if not _is_quantized(m.evaluation) and any(side.quantized for side in m.sides)]
+    plain = [m.module for m in seen if _is_plain(m.evaluation) and any(side.quantized for side in m.sides)]
     if plain:
         yield tuple(plain), f"{len(plain)} of {len(seen)} modules seen in evaluation"
+
+
+def _is_plain(side: SideAudit | None) -> bool:
+    return side is not None and not side.quantized and not side.unexplained
+
+
+def _perturbed(modules: Modules, events: pd.DataFrame) -> Found:
+    """Training is reproduced with its weights, evaluation with none that is known."""
+    off = [
+        (m.module, m.evaluation.error)
+        for m in modules
+        if m.evaluation is not None and m.evaluation.unexplained and m.train is not None and m.train.exact
+    ]
+    if off:
+        error = sorted(value for _, value in off)[len(off) // 2]
+        yield tuple(name for name, _ in off), f"no known recipe reproduces it; median output error {error:.2g} there"
+
+
+def _substring(modules: Modules, events: pd.DataFrame) -> Found:
+    """Modules in high precision whose names contain that of a router or head, though they are none."""
+    for side_name in ("train", "rollout"):
+        sides = [(m.module, getattr(m, side_name)) for m in modules]
+        plain = [name for name, side in sides if _is_plain(side)]
+        quantized = [name for name, side in sides if _is_quantized(side)]
+        special = {name.rpartition(".")[2] for name in plain if _matches(name, ROUTERS + HEADS)}
+        for word in sorted(special):
+            taken = [name for name in plain if word in name and not _matches(name, ROUTERS + HEADS)]
+            if taken and quantized and not any(word in name for name in quantized):
+                yield tuple(taken), f"in {side_name}: every module with {word!r} in its name is left out"
 
 
 def _both(modules: Modules) -> list[tuple[ModuleAudit, SideAudit, SideAudit]]:
@@ -293,6 +362,8 @@ _SEARCHES: dict[str, Callable[[Modules, pd.DataFrame], Found]] = {
     "router_quantized": _routers,
     "head_quantized": _heads,
     "evaluation_not_quantized": _evaluation,
+    "evaluation_perturbed": _perturbed,
+    "exclude_by_substring": _substring,
     "recipe_mismatch": _recipe_mismatch,
     "one_side_only": _one_side_only,
     "left_out": _left_out,

@@ -22,6 +22,7 @@ from mxprobe.audit import PITFALLS, audit
 from mxprobe.cli import main
 from mxprobe.trace import TraceWriter, open_trace
 from tests.standin_controller import agent_thread, controlled, wait_for
+from tests.unit.test_audit_quantizers import LINEARS, QUANTIZERS
 
 WIDTH = 64
 MX = "mxfp4+rceil"
@@ -32,12 +33,13 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 32, bias=False)
+        self.gate_proj = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up_proj = nn.Linear(WIDTH, WIDTH, bias=False)
         self.down_proj = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         routed = self.gate(x).softmax(-1).mean(-1, keepdim=True)
-        return self.down_proj(F.silu(self.up_proj(x))) * routed
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) * routed
 
 
 class Policy(nn.Module):
@@ -52,7 +54,7 @@ class Policy(nn.Module):
         return self.lm_head(x + self.mlp(x))
 
 
-BODY = ("q_proj", "mlp.up_proj", "mlp.down_proj")
+BODY = ("q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 EVERYWHERE = ("train", "rollout", "eval")
 
 
@@ -65,6 +67,8 @@ class Plan:
     """In rollout, steps behind."""
     wrong: dict[str, str] = field(default_factory=dict)
     """In rollout: `transposed`, `permuted`, `other`."""
+    noisy_in_evaluation: tuple[str, ...] = ()
+    """Modules with Gaussian noise of 2 % on their weights there."""
     cuts_gradient: dict[str, str] = field(default_factory=dict)
     """Modules whose quantizer lets no gradient through to their input: `detached` from the graph, or of `zeros`."""
 
@@ -94,6 +98,8 @@ class Emulation:
         def forward(x: torch.Tensor) -> torch.Tensor:
             phase = "train" if torch.is_grad_enabled() else self.phase
             w = self._weight(name, module) if phase == "rollout" else module.weight
+            if phase == "eval" and name in self.plan.noisy_in_evaluation:
+                w = w + 0.02 * w.detach().std() * torch.randn_like(w)
             recipe = self.plan.recipes.get((name, phase), "none")
             cut = self.plan.cuts_gradient.get(name)
             y = F.linear(x.detach() if cut == "detached" else x.detach() + 0.0 * x if cut == "zeros" else x, w)
@@ -184,6 +190,14 @@ PLANTED: dict[str, tuple[Plan, dict[str, set[str]]]] = {
         HEALTHY.but({(name, "eval"): "none" for name in BODY}),
         {"evaluation_not_quantized": set(BODY)},
     ),
+    "quantization noise left on in evaluation": (
+        HEALTHY.but(noisy_in_evaluation=BODY),
+        {"evaluation_perturbed": set(BODY)},
+    ),
+    "an exclude pattern that takes gate_proj along with the router": (
+        HEALTHY.but({("mlp.gate_proj", phase): "none" for phase in EVERYWHERE}),
+        {"exclude_by_substring": {"mlp.gate_proj"}},
+    ),
     "the rollout alone": (
         HEALTHY.but({(name, "train"): "none" for name in BODY}),
         {"one_side_only": set(BODY)},
@@ -214,11 +228,11 @@ PLANTED: dict[str, tuple[Plan, dict[str, set[str]]]] = {
     ),
     "no straight-through estimator, out of the graph": (
         HEALTHY.but(cuts_gradient={"mlp.down_proj": "detached"}),
-        {"zero_gradient": {"mlp.up_proj"}},
+        {"zero_gradient": {"mlp.gate_proj", "mlp.up_proj"}},
     ),
     "no straight-through estimator, a derivative of 0": (
         HEALTHY.but(cuts_gradient={"mlp.down_proj": "zeros"}),
-        {"zero_gradient": {"mlp.up_proj"}},
+        {"zero_gradient": {"mlp.gate_proj", "mlp.up_proj"}},
     ),
 }
 
@@ -251,6 +265,9 @@ def test_a_healthy_run_is_clean_and_the_command_says_what_is_quantized(tmp_path:
     assert data["findings"] == []
 
 
-def test_every_pitfall_but_non_finite_values_is_planted():
+def test_every_pitfall_that_a_run_can_show_is_planted():
     """Non-finite values are planted in tests/unit/test_audit.py: a run that has them cannot train."""
-    assert {slug for _, expected in PLANTED.values() for slug in expected} == set(PITFALLS) - {"nonfinite"}
+    of_quantizers = {slug for _, expected in QUANTIZERS.values() for slug in expected}
+    of_quantizers |= {slug for expected in LINEARS.values() for slug in expected}
+    in_runs = {slug for _, expected in PLANTED.values() for slug in expected}
+    assert in_runs | of_quantizers == set(PITFALLS) - {"nonfinite"}
