@@ -40,6 +40,7 @@ _TENSOR_SUMS = (
     "out_zeroed2",
     "out_saturated2",
 )
+_OUTPUTS = ("step", "module", "phase", "recipe_x", "recipe_w", "exact", "ref2", "realised2", "predicted2")
 _WHATIF_SUMS = ("sum_e2_on_d", "out_ref2", "out_e2", "out_zeroed2")
 
 
@@ -136,7 +137,7 @@ class Measured:
 
 def measure(trace: Trace) -> Measured:
     """Read a trace into arrays. Phases are `train` and `rollout`; evaluation is not judged."""
-    outputs = trace.outputs()
+    outputs = trace.table("outputs", _OUTPUTS)
     outputs = outputs[outputs["phase"].isin([Phase.TRAIN.value, Phase.ROLLOUT.value])]
     forward = _forward_operands(trace)
     steps = np.unique(np.concatenate([outputs["step"].to_numpy(), forward.rows["step"].to_numpy()]).astype(np.intp))
@@ -226,7 +227,7 @@ def _recipes(
     rows: pd.DataFrame, module: Indices, n_modules: int
 ) -> tuple[tuple[tuple[str, str], ...], npt.NDArray[np.bool_]]:
     """Per module the pair of recipes most often inferred, of equals the first seen, and whether it is exact."""
-    frame = pd.DataFrame({name: rows[name].astype(str).astype("category") for name in ("recipe_x", "recipe_w")})
+    frame = pd.DataFrame({name: rows[name].astype("category") for name in ("recipe_x", "recipe_w")})
     frame["module"] = module
     frame["exact"] = (rows["exact"] == True).to_numpy(dtype=bool)  # noqa: E712
     frame["n"] = 1

@@ -137,7 +137,7 @@ def both_sides(trace: Trace, steps: npt.NDArray[np.intp], n_clusters: int) -> Si
     if log_probs is not None:
         floor_kl, floor_abs_d = measured_floor(trace.replays())
         log_probs = replace(log_probs, floor_kl=floor_kl, floor_abs_d=floor_abs_d)
-    return Sides(log_probs, modules_behind(trace.outputs()))
+    return Sides(log_probs, modules_behind(trace.table("outputs", _LAG)))
 
 
 def measured_floor(replays: pd.DataFrame) -> tuple[float, float]:
@@ -174,6 +174,9 @@ def _log_probs(rows: pd.DataFrame, steps: npt.NDArray[np.intp], n_clusters: int)
         np.add.at(total, cluster, rows[name].to_numpy(dtype=float))
     dtypes = rows["dtype"].dropna().astype(str).mode()
     return LogProbs(sums, dtypes.iloc[0] if len(dtypes) else "an unknown dtype")
+
+
+_LAG = ("step", "module", "phase", "weight_lag")
 
 
 def modules_behind(outputs: pd.DataFrame) -> tuple[Behind, ...]:

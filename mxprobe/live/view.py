@@ -39,6 +39,8 @@ NEGLIGIBLE = 1e-6
 """A realised error below it is arithmetic, not quantization."""
 _FIXED_LINES = 7
 """Lines of the picture beside the rows of its tables."""
+_LAYERS_BEFORE_EVENTS = 5
+"""Rows of operands that a short terminal shows before it shows events."""
 
 
 def render(
@@ -54,12 +56,13 @@ def render(
     """The whole picture, in at most `height` lines where that leaves room for one row."""
     symptoms = _symptoms(state, width, ascii_only=ascii_only)
     layers = select_layers(state.layer_table(), controls)
-    n_events = len(state.events)
-    room = max(height - _FIXED_LINES - symptoms.row_count - n_events, 1)
+    spare = height - _FIXED_LINES - symptoms.row_count
+    events = list(state.events)[max(len(state.events) - max(spare - _LAYERS_BEFORE_EVENTS, 0), 0) :]
+    room = max(spare - len(events), 1)
     controls.offset = min(controls.offset, max(len(layers) - room, 0))
     shown = layers.iloc[controls.offset : controls.offset + room]
     lines: list[RenderableType] = [_title(state, controls, name, status), symptoms, _layers(shown, controls, width)]
-    lines += [Text(printable(event), style="dim", no_wrap=True, overflow="ellipsis") for event in state.events]
+    lines += [Text(printable(event), style="dim", no_wrap=True, overflow="ellipsis") for event in events]
     lines.append(_footer(state, controls, len(layers)))
     return Group(*lines)
 

@@ -101,8 +101,9 @@ class Trace:
             whole = self._frames[name]
             return whole.copy() if columns is None else whole[[c for c in whole if c in columns or c == "rank"]].copy()
         frame = self.arrow(name, columns).to_pandas()
-        if columns is None:
-            self._frames[name] = frame
+        if columns is not None:
+            return frame
+        self._frames[name] = frame
         return frame.copy()
 
     @property

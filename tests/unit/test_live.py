@@ -211,6 +211,15 @@ def test_the_picture_fits_the_terminal(width: int, height: int) -> None:
     assert "output" in "".join(lines)
 
 
+def test_a_short_terminal_keeps_its_rows_for_operands_before_events() -> None:
+    state = full_state(n_layers=8)
+    assert state.events
+    tall, short = (drawn(state, Controls(), 100, height) for height in (40, 16))
+    assert all(event in tall for event in state.events)
+    assert not any(event in short for event in state.events)
+    assert sum("proj" in line for line in short.splitlines()) >= 4
+
+
 def test_an_empty_state_draws_and_says_there_is_no_step() -> None:
     assert "no step yet" in drawn(LiveState(), Controls(), 100, 30)
 
