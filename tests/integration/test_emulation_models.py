@@ -107,3 +107,39 @@ def test_generation_is_told_from_scoring_in_transformers() -> None:
             assert torch.equal(generated(), plain)
             assert not torch.equal(model(tokens).logits, scored)
         assert torch.equal(generated(), plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_s_adapters_stay_exact_around_an_emulated_base() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(transformers.Qwen2ForCausalLM(config), lora)
+    tokens = torch.arange(2, 26).reshape(2, 12)
+    plain = model(tokens).logits
+    layer: Any = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(3, 64)
+    with mxprobe.emulate(model, "paper") as emulation:
+        left_out = {s.name.rpartition(".self_attn.")[2] for s in emulation.skipped}
+        assert {"q_proj.lora_A.default", "q_proj.lora_B.default"} <= left_out
+        assert any(t.name.endswith("q_proj.base_layer") for t in emulation.touched)
+        adapter = layer.lora_B["default"](layer.lora_A["default"](x)) * layer.scaling["default"]
+        base = layer.base_layer
+        by_hand = emulated_linear(x, base.weight, base.bias, Plan.of(Recipe.parse("paper"))) + adapter
+        assert torch.equal(layer(x), by_hand)
+        noisy = model(tokens).logits
+        noisy.sum().backward()
+        trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+        assert trained
+        assert all("lora_" in name for name in trained)
+    assert not torch.equal(noisy, plain)
+    assert torch.equal(model(tokens).logits, plain)
