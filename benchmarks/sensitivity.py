@@ -184,7 +184,7 @@ def time_replay(call: Any, modules: Any) -> None:
 def schedule() -> None:
     """A replay relative to a step: the same model, batch and machine, in turns."""
     torch.manual_seed(0)
-    model = small_lm.SmallLM(width=256, n_layers=6)
+    model = small_lm.SmallLM(width=256)
     modules = small_lm.linears(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -198,22 +198,20 @@ def schedule() -> None:
     n = 8
     while seconds_of(step, n) < 0.8:
         n *= 2
-    step_s, replay_s, arms_s = [], [], []
+    step_s, replay_s = [], []
     for i in range(5):
         step_s.append(seconds_of(step, n))
-        ids = small_lm.batch(n, i)
-        call = capture(model, (ids,), {})
+        call = capture(model, (small_lm.batch(n, i),), {})
         replay_s.append(seconds_of(lambda call=call: list(measure_sensitivity(call, modules).rows())))
-        if i < 2:
-            arms_s.append(seconds_of(whole_replay, call, modules, ids))
-    one, spent, whole = (statistics.median(each) for each in (step_s, replay_s, arms_s))
+    one, spent = statistics.median(step_s), statistics.median(replay_s)
     print(f"step of {one:.2f} s ({n} x {small_lm.CONTEXT} tokens); a sensitivity replay takes {spent / one:.2f} steps:")
     for every in (50, 100, 200):
-        print(f"  --sensitivity-every {every}: {spent / one / every:.2%} of step time")
-    print(
-        f"a replay with arms, gradients and 4 directions takes {whole / one:.1f} steps, {whole / spent:.0f} times that:"
-    )
-    print(f"  --replay-every 1000: {whole / one / 1000:.2%} of step time")
+        print(f"  --sensitivity-every {every}: {spent / one / every:.2%} of step time", flush=True)
+    ids = small_lm.batch(n, 9)
+    whole = seconds_of(whole_replay, capture(model, (ids,), {}), modules, ids)
+    again = seconds_of(step, n)
+    print(f"one with arms, gradients and 4 directions takes {whole / again:.1f} steps:")
+    print(f"  --replay-every 1000: {whole / again / 1000:.2%} of step time")
 
 
 def whole_replay(call: Any, modules: Any, ids: torch.Tensor) -> None:

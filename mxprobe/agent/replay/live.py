@@ -30,7 +30,7 @@ MAX_GRADIENT_BYTES = 1 << 30
 """Larger gradients at the policy are not kept, and the arms of such a replay run forwards only."""
 HEAD_START = 10
 """The first sensitivity comes after a tenth of its period: a short attach is not charged, a long one soon has it."""
-REPLAY_FACTOR = 25
+REPLAY_FACTOR = 20
 """A replay with all arms, gradients and directions, in times of one for sensitivity: benchmarks/sensitivity.py."""
 TableRow = tuple[str, "dict[str, Any]"]
 Rows = Callable[[int], "list[TableRow]"]
