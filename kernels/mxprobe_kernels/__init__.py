@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mxprobe_kernels.corrections import apply_correction as apply_correction
+    from mxprobe_kernels.custom_op import accumulate as accumulate
+    from mxprobe_kernels.custom_op import new_slots as new_slots
     from mxprobe_kernels.decomposition import Decomposition as Decomposition
     from mxprobe_kernels.frontend import decompose as decompose
     from mxprobe_kernels.frontend import error_fields as error_fields
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
 _HOME = {
     "Decomposition": "decomposition",
     "ErrorFields": "torch_backend",
+    "accumulate": "custom_op",
     "apply_correction": "corrections",
     "decompose": "frontend",
     "error_fields": "frontend",
     "lite": "frontend",
+    "new_slots": "custom_op",
     "quantize_dequantize": "frontend",
 }
 

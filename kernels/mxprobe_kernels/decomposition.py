@@ -9,8 +9,8 @@ import torch
 
 from mxprobe_kernels.columns import CODE_BINS, COUNTS, DELTA_BINS, ENERGY_SUMS
 
-_AMAX = len(ENERGY_SUMS) + len(COUNTS)
-_DELTA = _AMAX + 1
+AMAX_INDEX = len(ENERGY_SUMS) + len(COUNTS)
+_DELTA = AMAX_INDEX + 1
 _CODES = _DELTA + DELTA_BINS
 N_VALUES = _CODES + CODE_BINS
 
@@ -62,7 +62,7 @@ class Decomposition:
 def combine(parts: torch.Tensor) -> torch.Tensor:
     """[n, N_VALUES] -> [N_VALUES]: everything adds but amax, which takes the maximum."""
     total = parts.sum(0)
-    total[_AMAX] = parts[:, _AMAX].amax(0)
+    total[AMAX_INDEX] = parts[:, AMAX_INDEX].amax(0)
     return total
 
 

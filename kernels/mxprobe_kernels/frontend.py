@@ -1,8 +1,10 @@
 """The public functions: names resolved, the backend chosen. Shipped.
 
-Rule of choice for `backend="auto"`: Triton for tensors on a CUDA or HIP device where triton can be imported; the
-C++ kernels for tensors on a CPU where the build found a compiler; else the plain torch path. Every backend yields
-the same codes, counts and histograms, and sums within 1e-6 of float64; the torch path is float64 itself.
+Rule of choice for `backend="auto"`: Triton for MXFP4 on a CUDA or HIP device where triton can be imported; the C++
+library for MXFP4 on a CPU where the build found a compiler; else the plain torch path. Every backend yields the same
+codes, counts and histograms, and sums within 1e-6 of float64; the torch path is float64 itself. Quantizing, and with
+it corrections, go to the C++ library on a CPU for formats of mini-floats with E8M0 or E4M3 scales: the same bits.
+Inside a graph of torch.compile call `accumulate`, the same as one operator of torch.
 """
 
 from __future__ import annotations
