@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from mxprobe.attribution import Recommendation
@@ -126,8 +125,6 @@ class Report:
 
     def page_data(self) -> dict[str, Any]:
         """What page.js reads: packed numbers and names."""
-        events = self.inputs.events
-        marks = events[events["kind"].astype(str).isin(MARKED_EVENTS).to_numpy()]
         return {
             **explorer.page_data(
                 self.operands,
@@ -142,11 +139,7 @@ class Report:
             "signals": symptoms.page_data(self.signals, () if self.against is None else self.against.signals),
             "outputs": self.outputs,
             "against": None if self.against is None else self.against.page_data(self.operands),
-            "events": [
-                {"step": int(step), "kind": str(kind)}
-                for step, kind in zip(marks["step"], marks["kind"], strict=True)
-                if pd.notna(step) and np.isfinite(step)
-            ],
+            "events": symptoms.marked_events(self.inputs.events),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -170,9 +163,6 @@ class Report:
 def _all_signals(inputs: Inputs) -> Html:
     table = symptoms.all_signals(inputs)
     return card("All signals", table, id="all-signals", kind=scope("steps", "rank"), class_="long")
-
-
-MARKED_EVENTS = ("attached", "detached", "nonfinite", "flight", "error")
 
 
 def build_report(

@@ -55,6 +55,29 @@ HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
 )
 
 
+MARKED_EVENTS: tuple[str, ...] = (
+    *("attached", "detached", "nonfinite", "flight", "error", "recipe", "weight_sync"),
+    *("checkpoint_saved", "checkpoint_loaded", "resume", "rank_lost"),
+)
+MAX_MARKS = 12
+"""Events of one kind beyond which its marks would hide the curves: they are then in the table of events alone."""
+_DETAIL_CHARACTERS = 80
+
+
+def marked_events(events: pd.DataFrame) -> list[dict[str, Any]]:
+    """Events to draw on the curves, in the order of steps: `step`, `kind` and the beginning of `detail`."""
+    kinds = events["kind"].astype(str)
+    counts = kinds.value_counts()
+    drawn = [kind for kind in MARKED_EVENTS if 0 < counts.get(kind, 0) <= MAX_MARKS]
+    rows = events[kinds.isin(drawn).to_numpy() & np.isfinite(events["step"].to_numpy(dtype=float))]
+    return [
+        {"step": int(step), "kind": str(kind), "detail": str(detail or "")[:_DETAIL_CHARACTERS]}
+        for step, kind, detail in rows.sort_values("step", kind="stable")[["step", "kind", "detail"]].itertuples(
+            index=False, name=None
+        )
+    ]
+
+
 def headline_signals(inputs: Inputs, by_step: pd.Series) -> list[Signal]:
     """Reward, entropy, mismatch (given by step) and gradient norm, in this order, empty where there is none."""
     found = [_metric(inputs.signals, *spec) for spec in HEADLINE]

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from mxprobe.attribution.exclusion import exclusion_curve
-from mxprobe_reports import Report, gradients, logprobs, shell
+from mxprobe_reports import Report, gradients, logprobs, shell, symptoms
 from tests import report_frames
 from tests.unit.test_report_page import text_of
 
@@ -112,6 +112,14 @@ def test_what_keeping_modules_out_buys_is_drawn_with_its_knee() -> None:
     assert (drawn["knee"], drawn["module"][1], len(drawn["kl"])) == (1, WORST, 8)
     assert drawn["kl"][1] == pytest.approx(1.2e-3)
     assert "What keeping modules out" not in text_of(report().render())
+
+
+def test_events_are_drawn_unless_there_are_too_many_of_a_kind() -> None:
+    kinds = ["attached", "recipe", *["checkpoint_saved"] * 20, "learning_rate"]
+    columns = {"step": list(range(len(kinds))), "kind": kinds, "detail": ["x" * 300] * len(kinds)}
+    drawn = symptoms.marked_events(report_frames.frame("events", columns))
+    assert [(each["step"], each["kind"]) for each in drawn] == [(0, "attached"), (1, "recipe")]
+    assert len(drawn[0]["detail"]) == 80
 
 
 def test_every_link_of_the_page_has_its_target(replayed: Report) -> None:

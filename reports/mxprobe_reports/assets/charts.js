@@ -68,8 +68,13 @@ function signalFigure(index) {
   const mark = (step, color, dash) => ({ type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, line: { color, width: 1.2, dash } });
   const label = (step, text, hovertext, color) => ({ x: step, y: 1, xref: "x", yref: "paper", yanchor: "bottom", text, hovertext, showarrow: false, font: { size: 10, color }, captureevents: true });
   const { change } = signal;
-  const shapes = DATA.events.map((event) => mark(event.step, t.faint, "dot"));
-  const annotations = DATA.events.map((event) => label(event.step, EVENT_MARKS[event.kind] || "•", plain(event.kind) + " at step " + event.step, t.faint));
+  const events = new Map();
+  for (const event of DATA.events) if (isStepShown(event.step)) events.set(event.step, [...(events.get(event.step) || []), event]);
+  const shapes = Array.from(events.keys(), (step) => mark(step, t.faint, "dot"));
+  const annotations = Array.from(events, ([step, all]) => label(
+    step, [...new Set(all.map((event) => EVENT_MARKS[event.kind] || "•"))].join(""),
+    all.map((event) => plain(event.kind.replace(/_/g, " ")) + " at step " + step + (event.detail ? ": " + plain(event.detail) : "")).join("<br>"), t.faint,
+  ));
   if (change && change.at !== null) {
     shapes.push(mark(change.at, t.saturation, "dash"));
     annotations.push(label(change.at, "◆", "step at " + change.at + ", p " + number(change.p) + ", associated", t.saturation));
@@ -79,7 +84,10 @@ function signalFigure(index) {
   const xaxis = stepAxis({ nticks: 6, range: low < high ? [low, high] : [low - 1, low + 1] });
   return { data, layout: layout(t, { ...UNIFIED, shapes, annotations, margin: { l: 38, r: 8, t: annotations.length ? 14 : 6, b: 20 }, yaxis, xaxis }) };
 }
-const EVENT_MARKS = { attached: "▸", detached: "◂", nonfinite: "∞", error: "!" };
+const EVENT_MARKS = {
+  attached: "▸", detached: "◂", nonfinite: "∞", flight: "∞", error: "!", rank_lost: "!", recipe: "⇄", weight_sync: "⇄",
+  checkpoint_saved: "▾", checkpoint_loaded: "▴", resume: "▴",
+};
 // One axis for all signals, so that what happened at a step stands in one place.
 function signalSteps() {
   const lines = DATA.signals.flatMap((s) => (s.against ? [s, s.against] : [s]));
