@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         directory = Path(name)
         n = write_checkpoint(directory, int(options.parameters), DTYPES[options.dtype])
+        os.sync()  # else the scan shares the machine with what still writes the checkpoint
         before = kernel_speed(DTYPES[options.dtype])
         mode = "whatif" if options.whatif else "plain"
         command = [sys.executable, "-c", _SCAN, str(directory), str(directory / "scan.mxprobe"), mode]
