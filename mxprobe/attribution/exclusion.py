@@ -20,6 +20,7 @@ from .patterns import exact_patterns
 from .sensitivity import operand_sensitivity
 
 BF16, MXFP8 = CorrectionKind.KEEP_HIGH_PRECISION.value, CorrectionKind.MXFP8.value
+_ROUNDING = 1e-12  # of the sum, below which a difference of its terms is nothing
 _FORWARD = (Role.X_FWD.value, Role.W_FWD.value)
 
 
@@ -85,7 +86,7 @@ def exclusion_curve(
     kl, kept = total, 0.0
     for k, name in enumerate(order, start=1):
         kl, kept = kl - saved[name], kept + flops[name]
-        points.append(ExclusionPoint(k, name, kept / work, max(kl, 0.0)))
+        points.append(ExclusionPoint(k, name, kept / work, kl if kl > _ROUNDING * total else 0.0))
     knee = knee_of([point.flops_frac for point in points], [point.predicted_kl for point in points])
     chosen = [point.module for point in points[1 : knee + 1]]
     return ExclusionCurve(
