@@ -268,7 +268,7 @@ _LOGGER: Table = {
     "lr": Alias("learning_rate"),
 }
 
-LOGGERS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab")
+LOGGERS = ("accelerate", "wandb", "tensorboard", "trackio", "mlflow", "swanlab")
 
 ALIASES: dict[str, Table] = {
     "trl": _TRL,

@@ -11,7 +11,7 @@ from its trace, by `audit`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +70,8 @@ def audit_linear(module: nn.Linear, *, name: str = "") -> tuple[Finding, ...]:
         with torch.enable_grad():
             y = module(x)
             dx, dw = torch.autograd.grad(y, (x, weight), g.to(y.dtype), allow_unused=True)
-    plain = y.detach() if module.bias is None else y.detach() - module.bias.detach()
+    bias: Any = module.bias  # None without one, whatever its annotation says
+    plain = y.detach() if bias is None else y.detach() - bias.detach()
     recipe, sums = infer_recipe(Call(x.detach(), weight.detach(), plain, y.dtype))
     named = (name,) if name else ()
     return tuple(

@@ -1,6 +1,6 @@
 """A process that logs through one real library, tapped in the middle. Prints what was heard as JSON.
 
-    python logger_process.py {wandb,tensorboard,trackio,mlflow,swanlab,verl,openrlhf} DIR
+    python logger_process.py {accelerate,wandb,tensorboard,trackio,mlflow,swanlab,verl,openrlhf} DIR
 
 Every library gets the same calls: step 1 before the attach, 2 and 3 under it, 4 after the detach.
 """
@@ -49,6 +49,14 @@ def tensorboard() -> tuple[Log, list[Tapped]]:
         writer.flush()
 
     return log, [(SummaryWriter, "add_scalar")]
+
+
+def accelerate() -> tuple[Log, list[Tapped]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", "trackio"], project_dir=str(OUT))
+    accelerator.init_trackers("p")
+    return lambda data, step: accelerator.log(data, step=step), [(Accelerator, "log")]
 
 
 def trackio() -> tuple[Log, list[Tapped]]:
@@ -114,7 +122,9 @@ def _module_of_wheel(name: str) -> ModuleType:
 
 
 def main() -> None:
-    library = {f.__name__: f for f in (wandb, tensorboard, trackio, mlflow, swanlab, verl, openrlhf)}[sys.argv[1]]
+    library = {f.__name__: f for f in (accelerate, wandb, tensorboard, trackio, mlflow, swanlab, verl, openrlhf)}[
+        sys.argv[1]
+    ]
     log, tapped = library()
     rows: list[dict[str, Any]] = []
     events: list[str] = []

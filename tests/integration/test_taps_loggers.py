@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from mxprobe.agent.taps.batches import BATCH_TAPS
 from mxprobe.agent.taps.table import FRAMEWORK_TAPS, Tap
 from tests.logger_files import tensorboard_scalars, trackio_logs, wandb_history
 
 PROCESS = Path(__file__).with_name("logger_process.py")
 WHEELS = ("verl==0.9.1", "openrlhf==0.11.2", "skyrl==0.3.0", "areal==1.0.4")
 SOURCES = {
+    "accelerate": {"accelerate.accelerator.Accelerator.log"},
     "wandb": {"wandb.sdk.wandb_run.Run.log"},
     "tensorboard": {"torch.utils.tensorboard.writer.SummaryWriter.add_scalar"},
     "trackio": {"trackio.run.Run.log"},
@@ -84,7 +86,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["trackio", "mlflow", "swanlab"])
+@pytest.mark.parametrize("library", ["accelerate", "trackio", "mlflow", "swanlab"])
 def test_other_loggers(library: str, tmp_path: Path) -> None:
     check_rows(listen(library, tmp_path))
 
@@ -129,3 +131,14 @@ def test_signatures_of_released_frameworks(wheels: dict[str, Path], framework: s
     for tap in taps:
         if tap.package == framework:
             assert {"self", *tap.parameters} <= set(found[tap.source] or ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["verl", "areal"])
+def test_batch_taps_of_released_frameworks(wheels: dict[str, Path], framework: str) -> None:
+    """Of several places by version, the release has one at least, with the parameters that its reader needs."""
+    found = {tap.source: parameters(tap, wheels[framework]) for tap in BATCH_TAPS if tap.framework == framework}
+    assert any(found.values()), found
+    for tap in BATCH_TAPS:
+        if found.get(tap.source) is not None:
+            assert set(tap.parameters) <= set(found[tap.source] or ())

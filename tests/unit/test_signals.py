@@ -179,6 +179,33 @@ def test_a_module_function_with_a_self_is_not_tapped() -> None:
         splice(tap, module, lambda tap, arguments: True)
 
 
+def test_a_decorator_that_hides_the_signature_is_seen_through(heard: Heard) -> None:
+    """As accelerate's `on_main_process`."""
+
+    def on_main_process(function: Any) -> Any:
+        def execute(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return execute
+
+    class Accelerator:
+        is_main_process = True
+        written: list[Any] = []  # noqa: RUF012
+
+        @on_main_process
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            self.written.append((values, step))
+
+    module = ModuleType("accelerate.accelerator")
+    vars(module)["Accelerator"] = Accelerator
+    heard.add(module)
+    Accelerator().log({"loss": 1.0}, 3)
+    Accelerator.is_main_process = False
+    Accelerator().log({"loss": 1.0}, 4)
+    assert heard.said == [("loss", 3, 1.0)]
+    assert [step for _, step in Accelerator.written] == [3, 4]
+
+
 def test_another_owner_is_not_tapped_and_said(heard: Heard) -> None:
     heard.add(ModuleType("verl.utils.tracking"))
     assert heard.events == ["tap not applicable: verl.utils.tracking has no class Tracking"]

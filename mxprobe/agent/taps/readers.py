@@ -84,6 +84,11 @@ def framework_of(trainer_class: type) -> str:
     return "trl" if any(c.__module__.split(".")[0] == "trl" for c in trainer_class.__mro__) else "transformers"
 
 
+def accelerator(arguments: Arguments) -> list[Reading]:
+    """`Accelerator.log`: every rank calls it, the main one hands it to the trackers."""
+    return logged("values")(arguments) if arguments["self"].is_main_process else []
+
+
 def nemo_rl(arguments: Arguments) -> list[Reading]:
     """`Logger.log_metrics`: the prefix is part of the key; with a step metric, the step is another clock's."""
     prefix = arguments.get("prefix") or ""

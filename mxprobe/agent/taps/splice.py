@@ -121,9 +121,19 @@ def is_loaded(name: str) -> bool:
     return module is not None and not getattr(vars(module).get("__spec__"), "_initializing", False)
 
 
+def _decorated(function: types.FunctionType) -> Any:
+    """What a decorator that hides its function's signature passes its arguments on to: the one function it holds."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+        return function
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    functions = [each for each in held if isinstance(each, types.FunctionType)]
+    return functions[0] if len(functions) == 1 else function
+
+
 def _positional_names(tap: Tap, original: types.FunctionType) -> list[str]:
     try:
-        signature = inspect.signature(original)
+        signature = inspect.signature(_decorated(original))
     except (TypeError, ValueError) as error:
         raise TapNotApplicableError(f"tap not applicable: {tap.source} has no readable signature ({error})") from None
     wanted = (*(("self",) if tap.owner else ()), *tap.parameters)

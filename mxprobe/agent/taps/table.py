@@ -1,8 +1,8 @@
 """Every sink that is tapped: where it is, the parameters its reader needs, how a call is read.
 
 Versions looked at: transformers 5.24, verl 0.9.1, OpenRLHF 0.11.2, NeMo-RL, slime, miles and prime-rl of autumn 2026,
-AReaL 1.0.4, SkyRL 0.3, wandb 0.31, TensorBoard of torch 2.13, trackio 0.43, MLflow 3.17, swanlab 0.10. A call that
-goes through several of them is recorded by the outermost.
+AReaL 1.0.4, SkyRL 0.3, accelerate 1.15, wandb 0.31, TensorBoard of torch 2.13, trackio 0.43, MLflow 3.17, swanlab
+0.10. A call that goes through several of them is recorded by the outermost.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ FRAMEWORK_TAPS: tuple[Tap, ...] = (
 )
 
 LOGGER_TAPS: tuple[Tap, ...] = (
+    Tap("accelerate.accelerator", "Accelerator", "log", ("values", "step"), readers.accelerator, "accelerate", True),
     Tap(
         "wandb.sdk.wandb_run",
         "Run",
