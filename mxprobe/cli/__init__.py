@@ -27,7 +27,6 @@ COMMANDS: dict[str, str] = {
     "report": "Write a trace as one offline HTML page.",
     "recommend": "Give the verdict, its evidence and a correction.",
     "replay": "Say what replayed microbatches show: policy and gradient under each rounding.",
-    "replay": "Say what replayed microbatches show: policy and gradient under each rounding.",
     "compare": "Say what changed from one run to another, and whether the correction helped.",
     "audit": "Say which modules are quantized on which side, by which rule, and what goes wrong.",
     "check": "Hold a trace against limits; exit 1 when one is breached.",
@@ -37,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "config": "Show the effective settings and where each came from.",
     "demo": "Attach to a real GRPO run on this machine, start to end.",
     "doctor": "Say which ways of attaching work here, and why not.",
+    "selftest": "Measure here whether mxprobe is right and leaves a run as it was.",
 }
 
 

@@ -40,6 +40,7 @@ OPTIONS = {
     "run": {"output", "record", "emulate"},
     "set": {"recipe", "job", "at_step", "timeout_s"},
     "doctor": {"as_json", "install_listener", "remove_listener"},
+    "selftest": {"as_json"},
 }
 
 
