@@ -151,7 +151,8 @@ class Session:
 
     def ask_set(self, frame: dict[str, Any]) -> None:
         """Switch the recipe at a step boundary, by the user's command."""
-        request = Request(int(frame["id"]), str(frame["recipe"]), int(frame.get("at_step") or 0))
+        at_step = frame.get("at_step")
+        request = Request(frame.get("id", 0), str(frame.get("recipe")), at_step if isinstance(at_step, int) else 0)
         self._switch.ask(request, step=self.worker.step_base + self.n_steps, is_trainer=self.role == "trainer")
 
     def abandon(self, reason: str) -> None:
@@ -173,6 +174,7 @@ class Session:
             "steps": self.n_steps,
             "probed_steps": self.n_probed,
             "modules": len(self._probes),
+            "recipes": self._switch.recipes,
             "backlog": self.worker.backlog,
             "step_ns": self.total_step_ns,
             "probe_ns": self.total_hook_ns,

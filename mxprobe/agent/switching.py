@@ -80,13 +80,19 @@ class RecipeSwitch:
         self._note(found)
         return [_summary(emulation) for emulation in found]
 
+    @property
+    def recipes(self) -> list[str]:
+        """What the process is emulated under, as far as is known."""
+        known = [emulation for reference, _ in list(self._known.values()) if (emulation := reference()) is not None]
+        return [_summary(emulation) for emulation in known if emulation.is_on]
+
     def _note(self, emulations: list[Any]) -> None:
         known = [emulation for reference, _ in self._known.values() if (emulation := reference()) is not None]
         for emulation in {id(e): e for e in (*known, *emulations)}.values():
             recipe = emulation.recipe
             if self._known.get(id(emulation), (None, None))[1] is not recipe:
                 self._known[id(emulation)] = (weakref.ref(emulation), recipe)
-                self._on_event("recipe", _summary(emulation))
+                self._on_event("emulation", _summary(emulation))
 
     def leave(self, why: str) -> None:
         """The hooks come out: a request that waits is not going to be met."""

@@ -404,6 +404,7 @@ class Controller:
                 "n_rows": self._recorder.n_rows,
                 "steps": (self._detached or {}).get("steps"),
                 "recorded": self._started_ns > 0,
+                "recipes": (self._detached or {}).get("recipes"),
             }
         )
 

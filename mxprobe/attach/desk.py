@@ -40,7 +40,7 @@ class Desk:
         return number
 
     def answer_switch(self, frame: Mapping[str, Any]) -> None:
-        client = self._for_switch.pop(int(frame.get("id", 0)), None)
+        client = self._for_switch.pop(frame.get("id", 0), None)
         if client is not None:
             client.send({key: value for key, value in frame.items() if key != "id"})
 

@@ -35,6 +35,8 @@ def command(pids: tuple[int, ...], job: bool) -> None:
         steps = answer.get("steps")
         after = "" if steps is None else f" after {steps} steps"
         click.echo(f"detached from {pid}{after}; {answer['n_rows']} rows", err=True)
+        for recipe in answer.get("recipes") or []:
+            click.echo(f"  it goes on under the recipe {recipe}", err=True)
         directories[answer["directory"]] = None
     for directory in directories:
         click.echo(directory)

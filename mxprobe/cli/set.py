@@ -27,8 +27,8 @@ _REASONS = {
         "use --job, or attach to all ranks and name all their PIDs: they switch at the same step",
     ),
     "late": (
-        "it took steps while the others were asked: the ranks now differ",
-        "set the recipe again at once, with a larger --at-step",
+        "steps went by until it was asked; if other ranks were asked in time, they now differ from it",
+        "set the recipe again at once, with a larger --at-step or without",
     ),
     "unreadable": ("an agent of another version, or a torch too old to emulate in", "attach again with this mxprobe"),
     "left": ("the probe left before the step came", "attach again, and set again"),
@@ -98,8 +98,8 @@ def _set(control_socket: Path, line: str, at_step: int | None, timeout_s: float)
             raise
         raise AttachError(
             "no_boundary",
-            f"No optimizer step ended within {timeout_s:g} s.",
-            cause="a long step or generation, or the job hangs",
+            f"The step at which to switch did not come within {timeout_s:g} s.",
+            cause="a long step or generation, a step far ahead, or the job hangs",
             remedy="the switch is still asked for and comes with that step; `mxprobe detach` takes the request back",
         ) from None
 

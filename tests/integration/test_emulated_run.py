@@ -162,7 +162,7 @@ def test_a_live_switch_is_the_script_that_switches_at_that_step(tmp_path: Path) 
     losses = out.read_text().splitlines()
     assert losses == by_hand(tmp_path, len(losses), *orders), said
     events = package.open_trace(trace).events()
-    recipes = events[events["kind"] == "recipe"]
+    recipes = events[events["kind"] == "emulation"]
     told = zip(recipes["step"], recipes["detail"], strict=True)
     assert [f"{step - 1}={detail.partition(' · ')[0]}" for step, detail in told] == orders
 
@@ -179,13 +179,16 @@ def test_an_emulated_run_tells_its_recipe_to_the_trace(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environ(10**6, PAUSE_S="0.02"), stderr=subprocess.DEVNULL) as job:
         try:
             until(lambda: phase(str(job.pid)) == "recording", timeout_s=90)
-            assert mxprobe("detach", str(job.pid), timeout_s=120).returncode == 0
+            assert "  recipe     paper · 2 modules emulated, 1 left out\n" in mxprobe("status", str(job.pid)).stdout
+            done = mxprobe("detach", str(job.pid), timeout_s=120)
+            assert done.returncode == 0
+            assert "it goes on under the recipe paper · 2 modules emulated" in done.stderr
         finally:
             job.kill()
     written = package.open_trace(trace)
     assert written.run["recipes"] == ["paper · 2 modules emulated, 1 left out"]
     events = written.events()
-    assert list(events[events["kind"] == "recipe"]["detail"]) == written.run["recipes"]
+    assert list(events[events["kind"] == "emulation"]["detail"]) == written.run["recipes"]
 
 
 def test_what_is_not_attached_is_not_switched() -> None:
