@@ -17,18 +17,30 @@ if TYPE_CHECKING:
     from mxprobe_kernels.frontend import error_fields as error_fields
     from mxprobe_kernels.frontend import lite as lite
     from mxprobe_kernels.frontend import quantize_dequantize as quantize_dequantize
+    from mxprobe_kernels.policy import exact_kl as exact_kl
+    from mxprobe_kernels.policy import token_statistics as token_statistics
     from mxprobe_kernels.torch_backend import ErrorFields as ErrorFields
+    from mxprobe_kernels.weight_codes import CHANGE_COLUMNS as CHANGE_COLUMNS
+    from mxprobe_kernels.weight_codes import code_changes as code_changes
+    from mxprobe_kernels.weight_codes import code_hash as code_hash
+    from mxprobe_kernels.weight_codes import row_sketch as row_sketch
 
 _HOME = {
+    "CHANGE_COLUMNS": "weight_codes",
     "Decomposition": "decomposition",
     "ErrorFields": "torch_backend",
     "accumulate": "custom_op",
     "apply_correction": "corrections",
+    "code_changes": "weight_codes",
+    "code_hash": "weight_codes",
     "decompose": "frontend",
     "error_fields": "frontend",
+    "exact_kl": "policy",
     "lite": "frontend",
     "new_slots": "custom_op",
     "quantize_dequantize": "frontend",
+    "row_sketch": "weight_codes",
+    "token_statistics": "policy",
 }
 
 SHIPPED_MODULES = (
@@ -42,9 +54,11 @@ SHIPPED_MODULES = (
     "formats",
     "frontend",
     "lite_statistics",
+    "policy",
     "quantizer",
     "rounding",
     "torch_backend",
+    "weight_codes",
 )
 """What the torch path needs: standard library and torch only, Python 3.9 syntax."""
 

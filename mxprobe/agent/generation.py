@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mxprobe_kernels.policy import TokenStatistics, token_statistics
+
 MAX_SEQUENCES = 32
 DENSE_POSITIONS = 32
 """So many first positions of a completion are measured; later on every second, fourth, ...: 16 in each octave."""
@@ -25,19 +27,6 @@ class Sampling(NamedTuple):
     temperature: float
     eos: tuple[int, ...]
     pad: int | None
-
-
-class TokenStatistics(NamedTuple):
-    log_prob: torch.Tensor
-    """float32 [n], of the tokens taken, at the temperature."""
-    entropy: torch.Tensor
-    """float32 [n], in nats."""
-
-
-def statistics(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> TokenStatistics:
-    """logits [n, V], tokens int64 [n] -> log p(token) and H(p), p = softmax(logits / temperature)."""
-    z = torch.log_softmax(logits.float() / temperature, -1)
-    return TokenStatistics(z.gather(-1, tokens[:, None])[:, 0], torch.special.entr(z.exp()).sum(-1))
 
 
 def is_measured(position: int) -> bool:
@@ -130,7 +119,7 @@ class Generation:
         if self._logits is None:
             self.n_missed += is_measured(len(self.tokens))
         else:
-            self.statistics.append(statistics(self._logits, tokens, self.sampling.temperature))
+            self.statistics.append(token_statistics(self._logits, tokens, self.sampling.temperature))
         self.tokens.append(tokens)
         self._logits = None
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mxprobe.agent.generation import Generation, TokenStatistics, measured_positions, statistics
+from mxprobe.agent.generation import Generation, measured_positions
 from mxprobe.agent.matching import Match, match
 from mxprobe.agent.mismatch import Pairs
+from mxprobe_kernels.policy import TokenStatistics, token_statistics
 
 _CHUNK_TOKENS = 256
 
@@ -43,7 +44,7 @@ def score_hidden(
     row, position, tokens = _predictors(generation, found, hidden.shape[1])
     x = hidden.detach()[row, position].to(weight.dtype)
     parts = [
-        statistics(F.linear(part, weight, bias), chosen, generation.sampling.temperature)
+        token_statistics(F.linear(part, weight, bias), chosen, generation.sampling.temperature)
         for part, chosen in zip(x.split(_CHUNK_TOKENS), tokens.split(_CHUNK_TOKENS))
     ]
     return Scored(found, TokenStatistics(*(torch.cat(values) for values in zip(*parts))), hidden.dtype)
@@ -55,7 +56,7 @@ def score_logits(generation: Generation, ids: torch.Tensor, logits: torch.Tensor
     row, position, tokens = _predictors(generation, found, ids.shape[1])
     position = (position - (ids.shape[1] - logits.shape[1])).clamp(min=0)
     parts = [
-        statistics(logits.detach()[r, p], chosen, generation.sampling.temperature)
+        token_statistics(logits.detach()[r, p], chosen, generation.sampling.temperature)
         for r, p, chosen in zip(*(each.split(_CHUNK_TOKENS) for each in (row, position, tokens)))
     ]
     return Scored(found, TokenStatistics(*(torch.cat(values) for values in zip(*parts))), logits.dtype)

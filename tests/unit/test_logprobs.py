@@ -16,13 +16,13 @@ from mxprobe.agent.generation import (
     is_measured,
     measured_positions,
     sampling_in_progress,
-    statistics,
 )
 from mxprobe.agent.head import Head, find_head
 from mxprobe.agent.logprobs import compute_dtype, pair_up, score_hidden, score_logits
 from mxprobe.agent.matching import left_aligned, match
 from mxprobe.agent.mismatch import Pairs, rollout_rows, signal_values
 from mxprobe.schema import TABLES
+from mxprobe_kernels import token_statistics
 from tests.small_lm import SmallLM
 
 PAD, EOS, VOCABULARY = 0, 1, 11
@@ -50,14 +50,14 @@ TOKENS = [[2, 3, EOS, PAD], [4, 4, 4, 4], [5, EOS, PAD, PAD]]
 def test_statistics_are_those_of_the_tempered_softmax():
     logits, tokens = rand(6, VOCABULARY), torch.arange(6)
     p = (logits.double() / 0.7).softmax(-1)
-    found = statistics(logits, tokens, 0.7)
+    found = token_statistics(logits, tokens, 0.7)
     assert torch.allclose(found.log_prob.double(), p.log()[torch.arange(6), tokens], atol=1e-6)
     assert torch.allclose(found.entropy.double(), -(p * p.log()).sum(-1), atol=1e-6)
 
 
 def test_a_token_that_is_ruled_out_adds_no_entropy():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]])
-    assert statistics(logits, torch.tensor([0]), 1.0).entropy.item() == pytest.approx(0.693147, rel=1e-5)
+    assert token_statistics(logits, torch.tensor([0]), 1.0).entropy.item() == pytest.approx(0.693147, rel=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 100, 5000])
