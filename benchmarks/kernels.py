@@ -4,8 +4,8 @@
 
 Best wall time of the repeats, and CPU time where the machine is shared (two columns tell contention apart). `eager`
 is the decomposition written in whole-tensor torch operations; `compiled` is torch.compile of the same function;
-`torchao` quantizes to MXFP4 and back, which is a part of the work (no decomposition). A peer that is not installed
-is left out.
+`torchao` and `compressed-tensors` quantize to MXFP4 and back, which is a part of the work (no decomposition). A peer
+that is not installed is left out. On a CPU both ratios are of rates per CPU second.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mxprobe_kernels import cpu_backend, decompose
+from mxprobe_kernels import cpu_backend, decompose, lite
+from mxprobe_kernels.formats import MXFP4, Rule
 
 
 def eager_statistics(x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +56,23 @@ def torchao_round_trip() -> Callable[[torch.Tensor], torch.Tensor] | None:
     return round_trip
 
 
+def compressed_tensors_round_trip() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    try:
+        from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+        from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+        from compressed_tensors.quantization.utils import calculate_qparams
+    except ImportError:
+        return None
+    arguments = PRESET_SCHEMES["MXFP4"]["weights"]
+
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, arguments.group_size))
+        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
+        return fake_quantize(x, scale, zero_point, arguments)
+
+    return round_trip
+
+
 def contenders(device: str) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
     """The memory first and `eager` second: what the others are compared with."""
     if device == "cpu":
@@ -66,20 +84,23 @@ def contenders(device: str) -> Iterator[tuple[str, Callable[[torch.Tensor], obje
         for isa in cpu_backend.isas():
             for name, dim in (("rows", 1), ("columns", 0)):
                 yield f"cpu {isa} {name}", lambda x, isa=isa, dim=dim: cpu_decompose(x, isa, dim)
+            yield f"cpu {isa} lite", lambda x, isa=isa: cpu_backend.lite(x, MXFP4, Rule.RCEIL, 1, isa=isa)
     else:
         yield "triton rows", lambda x: decompose(x, backend="triton")
         yield "triton columns", lambda x: decompose(x, backend="triton", dim=0)
+        yield "triton lite", lambda x: lite(x, backend="triton")
     yield "torch (float64, chunked)", lambda x: decompose(x, backend="torch")
     yield "compiled eager (eight sums)", torch.compile(eager_statistics)
     round_trip = torchao_round_trip()
     if round_trip is not None:
         yield "torchao `to_mx` round trip (no sums)", round_trip
         yield "compiled torchao round trip (no sums)", torch.compile(round_trip)
+    round_trip = compressed_tensors_round_trip()
+    if round_trip is not None:
+        yield "compressed-tensors round trip (no sums)", round_trip
 
 
 def cpu_decompose(x: torch.Tensor, isa: str, dim: int) -> object:
-    from mxprobe_kernels.formats import MXFP4, Rule
-
     return cpu_backend.decompose(x, MXFP4, Rule.RCEIL, dim, isa=isa)
 
 
@@ -115,12 +136,13 @@ def main() -> None:
     print(f"bfloat16 [{arguments.rows}, {arguments.columns}] on {arguments.device}, load average {load:.1f} at start\n")
     print("| what | Gelem/s | Gelem/s per CPU second | times eager | share of read bandwidth |")
     print("|---|---|---|---|---|")
-    rates: list[float] = []
+    rates: list[tuple[float, float]] = []
     for name, run in contenders(arguments.device):
         wall, cpu = best_seconds(lambda run=run: run(x), arguments.repeats, arguments.device)
-        rates.append(x.numel() / wall / 1e9)
-        times_eager = f"{rates[-1] / rates[1]:.1f}" if len(rates) > 1 else ""
-        row = f"{rates[-1]:.3f} | {x.numel() / cpu / 1e9:.3f} | {times_eager} | {rates[-1] / rates[0]:.3f}"
+        rates.append((x.numel() / wall / 1e9, x.numel() / cpu / 1e9))
+        unit = 1 if arguments.device == "cpu" else 0
+        times_eager = f"{rates[-1][unit] / rates[1][unit]:.1f}" if len(rates) > 1 else ""
+        row = f"{rates[-1][0]:.3f} | {rates[-1][1]:.3f} | {times_eager} | {rates[-1][unit] / rates[0][unit]:.3f}"
         print(f"| {name} | {row} |", flush=True)
 
 

@@ -7,6 +7,7 @@ no more.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -62,6 +63,16 @@ def compile_library(compiler: str, library: Path = LIBRARY) -> None:
         link = (compiler, "-shared", "-pthread", *objects, "-o", str(linked))
         subprocess.run(link, check=True, capture_output=True, text=True)
         shutil.move(linked, library)
+
+
+def instruction_sets(library: Path = LIBRARY) -> str:
+    """Those of the built library that this machine runs, best first, comma-separated; "" where none can be loaded."""
+    try:
+        loaded = ctypes.CDLL(str(library))
+        loaded.mxprobe_isas.restype = ctypes.c_char_p
+        return loaded.mxprobe_isas().decode()
+    except (OSError, AttributeError):
+        return ""
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from mxprobe.attach.startup_hook import hook_path
 from mxprobe.attach.surroundings import Finding, surroundings
 from mxprobe.errors import MxprobeError
 from mxprobe.listener import private_directory
+from mxprobe_kernels.build_cpu import instruction_sets
 
 _STARTED_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
@@ -33,6 +34,7 @@ def diagnose() -> list[Finding]:
         Finding("mxprobe", None, f"{__version__} in {Path(__file__).parent.parent}"),
         Finding("python", None, f"{platform.python_version()} at {sys.executable}"),
         Finding("torch", None, _version_of("torch")),
+        _cpu_kernels(),
         Finding("system", None, f"{platform.system()} {platform.release()} {platform.machine()}"),
         *surroundings(),
         Finding("start-up hook", None, f"installed: {hook_path()}" if hook_path().exists() else "not installed"),
@@ -44,6 +46,14 @@ def diagnose() -> list[Finding]:
 
 def ways_in(findings: list[Finding]) -> list[str]:
     return [finding.name for finding in findings if finding.name in ("listener", "ptrace") and finding.ok]
+
+
+def _cpu_kernels() -> Finding:
+    found = instruction_sets()
+    if found:
+        return Finding("CPU kernels", None, f"built, for {found.replace(',', ', ')}; shipped with the agent")
+    remedy = "install g++ and run `python -m mxprobe_kernels.build_cpu`"
+    return Finding("CPU kernels", None, "not built: torch computes on CPUs, a hundred times slower", remedy)
 
 
 def _private_directory() -> Finding:

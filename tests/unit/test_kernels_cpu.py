@@ -196,6 +196,11 @@ def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch, c
     assert "the torch path is used" in capsys.readouterr().err
 
 
+def test_doctor_says_whether_there_is_a_library(tmp_path: Path):
+    assert build_cpu.instruction_sets().split(",") == list(cpu_backend.isas() or ("",))
+    assert build_cpu.instruction_sets(tmp_path / "none.so") == ""
+
+
 def test_a_compiler_that_fails_leaves_no_library(tmp_path: Path):
     library = tmp_path / "lib.so"
     with pytest.raises(subprocess.CalledProcessError):
