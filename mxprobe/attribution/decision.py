@@ -184,7 +184,7 @@ class _Parts:
             operands=operands,
             mismatch=observed.per_module if reason is Reason.CHOSEN else np.full(shape[0], np.nan),
             gate=observed.gate(thresholds),
-            share=None if observed.is_symptom(thresholds) else thresholds.mismatch_share,
+            share=None if observed.median > observed.gate(thresholds) else thresholds.mismatch_share,
             counted=counted,
         )
         scores = score_corrections(situation, weights, named, component, thresholds)

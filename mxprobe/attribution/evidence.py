@@ -145,8 +145,8 @@ def _rules(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
         yield Evidence(
             "rule_mismatch",
             Certainty.MEASURED,
-            f"{rules.n_modules} of {rules.n_both} modules that both sides quantize are reproduced exactly by "
-            f"{rules.train} in training and by {rules.rollout} in the rollout",
+            f"{rules.n_modules} of {rules.n_both} modules that both sides quantize compute by "
+            f"{rules.train} in training and by {rules.rollout} in the rollout, as their outputs show",
             rules.share,
             thresholds.far_share,
             rules.share >= thresholds.far_share,

@@ -40,7 +40,7 @@ _TENSOR_SUMS = (
     "out_zeroed2",
     "out_saturated2",
 )
-_OUTPUTS = ("step", "module", "phase", "recipe_x", "recipe_w", "exact", "ref2", "realised2", "predicted2")
+_OUTPUTS = ("step", "module", "phase", "recipe_x", "recipe_w", "exact", "ref2", "realised2", "predicted2", "residual2")
 _WHATIF_SUMS = ("sum_e2_on_d", "out_ref2", "out_e2", "out_zeroed2")
 
 
@@ -51,6 +51,7 @@ class OutputSums:
     ref2: Array
     realised2: Array
     predicted2: Array
+    residual2: Array
     recipes: tuple[tuple[str, str], ...]
     """(recipe_x, recipe_w) most often inferred per module; ("", "") where none was measured."""
     is_exact: npt.NDArray[np.bool_]
@@ -65,6 +66,10 @@ class OutputSums:
     def predicted(self, weights: Array) -> Array:
         """[M] output error that the inferred recipe predicts."""
         return divide(weights @ self.predicted2, weights @ self.ref2)
+
+    def unexplained(self) -> Array:
+        """[M] part of the realised error that the recipe's own rounding leaves unexplained; NaN without an error."""
+        return divide(self.residual2.sum(0), self.realised2.sum(0))
 
 
 @dataclass(frozen=True)
@@ -217,6 +222,7 @@ def _output_sums(rows: pd.DataFrame, axes: _Axes) -> OutputSums:
         ref2=_sum_into(shape, index, rows["ref2"]),
         realised2=_sum_into(shape, index, rows["realised2"]),
         predicted2=_sum_into(shape, index, rows["predicted2"]),
+        residual2=_sum_into(shape, index, rows["residual2"]),
         recipes=recipes,
         is_exact=is_exact,
         steps=np.unique(rows["step"].to_numpy()).astype(np.intp),

@@ -42,7 +42,9 @@ class Mismatch:
         return max(thresholds.mismatch, thresholds.mismatch_floor_factor * self.floor)
 
     def is_symptom(self, thresholds: Thresholds) -> bool:
-        return self.n_modules > 0 and self.median > self.gate(thresholds)
+        """The median Linear over the gate, or at least `far_share` of them: a fault may be in some layers only."""
+        gate = self.gate(thresholds)
+        return self.n_modules > 0 and (self.median > gate or self.share_above(gate) >= thresholds.far_share)
 
     def share_above(self, gate: float) -> float:
         """Part of the Linears seen on both sides whose own mismatch exceeds `gate`."""
@@ -52,7 +54,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class RuleMismatch:
-    """Linears that both sides quantize, each exactly by a known recipe, and not by the same one."""
+    """Linears that both sides quantize, each by a known recipe, and not by the same one."""
 
     n_modules: int
     n_both: int
@@ -119,13 +121,21 @@ def upper_median(values: Array) -> float:
     return float(np.quantile(values, 0.5, method="higher"))
 
 
+MAX_UNEXPLAINED = 0.25
+"""Of its error energy: a module's recipe is known where it leaves less. Kernels that break ties in another way leave
+some 5 to 15 % with bfloat16 tensors, and are the rule's all the same; old weights leave about all."""
+
+
 def rule_mismatch(measured: Measured) -> RuleMismatch:
     """Do both sides round, and differently? It is read off the recipes, whatever the size of the errors."""
     train, rollout = measured.outputs.get(Phase.TRAIN), measured.outputs.get(Phase.ROLLOUT)
     if train is None or rollout is None:
         return RuleMismatch(0, 0, "", "")
     n_both, differing = 0, Counter[tuple[str, str]]()
-    for m in np.flatnonzero(train.is_exact & rollout.is_exact):
+    known = [
+        sums.is_exact | (np.nan_to_num(sums.unexplained(), nan=1.0) < MAX_UNEXPLAINED) for sums in (train, rollout)
+    ]
+    for m in np.flatnonzero(known[0] & known[1]):
         sides = zip(train.recipes[m], rollout.recipes[m], strict=True)
         both = [(a, b) for a, b in sides if "none" not in (a, b)]
         n_both += bool(both)
