@@ -1,6 +1,7 @@
 """Elements per second of every backend, and of what a user could run instead.
 
     python benchmarks/kernels.py [--rows 4096] [--columns 4096] [--threads 2] [--repeats 7] [--device cpu]
+                                 [--dtype bfloat16] [--rule rceil] [--ours]
 
 Best wall time of the repeats, and CPU time where the machine is shared (two columns tell contention apart). `eager`
 is the decomposition written in whole-tensor torch operations; `compiled` is torch.compile of the same function;
@@ -13,11 +14,14 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from mxprobe_kernels import cpu_backend, decompose, lite
 from mxprobe_kernels.formats import MXFP4, Rule
+
+EAGER = "eager (float32, whole tensor, eight sums)"
 
 
 def eager_statistics(x: torch.Tensor) -> torch.Tensor:
@@ -73,23 +77,29 @@ def compressed_tensors_round_trip() -> Callable[[torch.Tensor], torch.Tensor] | 
     return round_trip
 
 
-def contenders(device: str) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
+def contenders(device: str, rule: Rule, ours: bool) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
     """The memory first and `eager` second: what the others are compared with."""
     if device == "cpu":
         yield "memory read", lambda x: x.view(torch.int64).sum()
     else:
         yield "device copy", lambda x: x.clone()
-    yield "eager (float32, whole tensor, eight sums)", eager_statistics
+    if not ours:
+        yield EAGER, eager_statistics
     if device == "cpu":
         for isa in cpu_backend.isas():
             for name, dim in (("rows", 1), ("columns", 0)):
-                yield f"cpu {isa} {name}", lambda x, isa=isa, dim=dim: cpu_decompose(x, isa, dim)
-            yield f"cpu {isa} lite", lambda x, isa=isa: cpu_backend.lite(x, MXFP4, Rule.RCEIL, 1, isa=isa)
+                yield (
+                    f"cpu {isa} {name}",
+                    lambda x, isa=isa, dim=dim: cpu_backend.decompose(x, MXFP4, rule, dim, isa=isa),
+                )
+            yield f"cpu {isa} lite", partial(cpu_backend.lite, format=MXFP4, rule=rule, dim=1, isa=isa)
     else:
-        yield "triton rows", lambda x: decompose(x, backend="triton")
-        yield "triton columns", lambda x: decompose(x, backend="triton", dim=0)
-        yield "triton lite", lambda x: lite(x, backend="triton")
-    yield "torch (float64, chunked)", lambda x: decompose(x, backend="torch")
+        yield "triton rows", lambda x: decompose(x, rule=rule, backend="triton")
+        yield "triton columns", lambda x: decompose(x, rule=rule, backend="triton", dim=0)
+        yield "triton lite", lambda x: lite(x, rule=rule, backend="triton")
+    if ours:
+        return
+    yield "torch (float64, chunked)", lambda x: decompose(x, rule=rule, backend="torch")
     yield "compiled eager (eight sums)", torch.compile(eager_statistics)
     round_trip = torchao_round_trip()
     if round_trip is not None:
@@ -98,10 +108,6 @@ def contenders(device: str) -> Iterator[tuple[str, Callable[[torch.Tensor], obje
     round_trip = compressed_tensors_round_trip()
     if round_trip is not None:
         yield "compressed-tensors round trip (no sums)", round_trip
-
-
-def cpu_decompose(x: torch.Tensor, isa: str, dim: int) -> object:
-    return cpu_backend.decompose(x, MXFP4, Rule.RCEIL, dim, isa=isa)
 
 
 def best_seconds(run: Callable[[], object], repeats: int, device: str) -> tuple[float, float]:
@@ -127,22 +133,31 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--rule", choices=[rule.value for rule in Rule], default="rceil", help="of our kernels")
+    parser.add_argument("--ours", action="store_true", help="leave out eager and the peers")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(arguments.rows, arguments.columns, generator=g).bfloat16().to(arguments.device)
+    x = (
+        torch.randn(arguments.rows, arguments.columns, generator=g)
+        .to(getattr(torch, arguments.dtype))
+        .to(arguments.device)
+    )
     load = os.getloadavg()[0]
     print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__},")
-    print(f"bfloat16 [{arguments.rows}, {arguments.columns}] on {arguments.device}, load average {load:.1f} at start\n")
+    print(
+        f"{arguments.dtype} [{arguments.rows}, {arguments.columns}] on {arguments.device}, load average {load:.1f} at start\n"
+    )
     print("| what | Gelem/s | Gelem/s per CPU second | times eager | share of read bandwidth |")
     print("|---|---|---|---|---|")
-    rates: list[tuple[float, float]] = []
-    for name, run in contenders(arguments.device):
+    rates: dict[str, tuple[float, float]] = {}
+    unit = 1 if arguments.device == "cpu" else 0
+    for name, run in contenders(arguments.device, Rule(arguments.rule), arguments.ours):
         wall, cpu = best_seconds(lambda run=run: run(x), arguments.repeats, arguments.device)
-        rates.append((x.numel() / wall / 1e9, x.numel() / cpu / 1e9))
-        unit = 1 if arguments.device == "cpu" else 0
-        times_eager = f"{rates[-1][unit] / rates[1][unit]:.1f}" if len(rates) > 1 else ""
-        row = f"{rates[-1][0]:.3f} | {rates[-1][1]:.3f} | {times_eager} | {rates[-1][unit] / rates[0][unit]:.3f}"
+        rates[name] = rate = (x.numel() / wall / 1e9, x.numel() / cpu / 1e9)
+        times_eager = f"{rate[unit] / rates[EAGER][unit]:.1f}" if EAGER in rates else ""
+        row = f"{rate[0]:.3f} | {rate[1]:.3f} | {times_eager} | {rate[unit] / next(iter(rates.values()))[unit]:.3f}"
         print(f"| {name} | {row} |", flush=True)
 
 
