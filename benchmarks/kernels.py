@@ -146,9 +146,8 @@ def main() -> None:
     )
     load = os.getloadavg()[0]
     print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__},")
-    print(
-        f"{arguments.dtype} [{arguments.rows}, {arguments.columns}] on {arguments.device}, load average {load:.1f} at start\n"
-    )
+    shape = f"[{arguments.rows}, {arguments.columns}] on {arguments.device}"
+    print(f"{arguments.dtype} {shape}, load average {load:.1f} at start\n")
     print("| what | Gelem/s | Gelem/s per CPU second | times eager | share of read bandwidth |")
     print("|---|---|---|---|---|")
     rates: dict[str, tuple[float, float]] = {}
