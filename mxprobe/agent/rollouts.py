@@ -130,8 +130,9 @@ class RolloutTap:
             self._give_up(head)
             return []
         self._head = head
+        self._streams.watch(roots, self._guarded)
         return [
-            *self._streams.watch(roots, self._guarded),
+            self._streams,
             head.embedding.register_forward_hook(self._guarded(self._on_embedding)),
             head.norm.register_forward_hook(self._guarded(self._on_norm)),
             head.lm_head.register_forward_hook(self._guarded(self._on_lm_head)),
@@ -141,6 +142,8 @@ class RolloutTap:
     def arm(self) -> None:
         self.forget()
         self.armed = self._head is not None and not self._given_up
+        if self.armed:
+            self._streams.arm()
 
     def note_batch(self, batch: Batch) -> None:
         """A training batch that the next forwards are made of: its advantages, [B] or [B, 1]."""
@@ -159,6 +162,7 @@ class RolloutTap:
 
     def finish(self) -> Measurement | None:
         """What the step that is over has given; None if nothing."""
+        self._streams.remove()
         if not self.armed:
             return None
         self.armed = False

@@ -9,14 +9,16 @@ S = sequences of the generation, P = prompt tokens taken of each, k = numbers of
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
 
 from mxprobe.agent.generation import Generation
 from mxprobe.agent.guard import undisturbed
+from mxprobe.agent.inventory import has_fused_path, is_compiled, not_to_be_hooked
 from mxprobe.agent.matching import Match
 from mxprobe.agent.replay.paths import Row, layer_row
 from mxprobe.agent.replay.residuals import Difference, Projection, blocks_of, difference, stream_of
@@ -24,6 +26,10 @@ from mxprobe.agent.replay.residuals import Difference, Projection, blocks_of, di
 GENERATION_TRAINING = "generation_training"
 PROMPT_TOKENS = 8
 MAX_BLOCKS = 512
+
+
+Hook = Callable[[nn.Module, Any, Any], None]
+Guarded = Callable[[Callable[[Any, Any], None]], Hook]
 
 
 class _Side(NamedTuple):
@@ -41,6 +47,8 @@ class StreamTap:
         self.enabled = False
         self._project = Projection()
         self._depth: dict[str, int] = {}
+        self._hooks: list[tuple[weakref.ref[nn.Module], Hook]] = []
+        self._handles: list[Any] = []
         self.forget()
 
     def forget(self) -> None:
@@ -50,16 +58,27 @@ class StreamTap:
         self._train: dict[str, _Side] = {}
         self.enabled = False
 
-    def watch(self, roots: Sequence[nn.Module], guarded: Any) -> list[Any]:
-        """Handles of hooks on the blocks; `guarded` makes a hook of a function of input and output."""
-        handles: list[Any] = []
+    def watch(self, roots: Sequence[nn.Module], guarded: Guarded) -> None:
+        """Find the blocks that a hook may be put on; `guarded` makes a hook of a function of input and output."""
+        barred = not_to_be_hooked(list(roots))
         for root in roots:
             for name, block in list(blocks_of(root).items())[:MAX_BLOCKS]:
-                self._depth.setdefault(name, len(self._depth))
-                handles.append(
-                    block.register_forward_hook(guarded(lambda x, out, name=name: self._on_block(name, out)))
-                )
-        return handles
+                if not (id(block) in barred or is_compiled(block) or has_fused_path(block)):
+                    self._depth.setdefault(name, len(self._depth))
+                    hook = guarded(lambda x, out, name=name: self._on_block(name, out))
+                    self._hooks.append((weakref.ref(block), hook))
+
+    def arm(self) -> None:
+        """Hooks in, for the step that begins."""
+        self.remove()
+        blocks = [(reference(), hook) for reference, hook in self._hooks]
+        self._handles = [block.register_forward_hook(hook) for block, hook in blocks if block is not None]
+
+    def remove(self) -> None:
+        """Hooks out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def prefill(self, generation: Generation | None) -> None:
         """A forward without gradient begins: the prefill of this generation, or of none."""

@@ -12,10 +12,18 @@ import pandas as pd
 import pytest
 import torch
 
+from mxprobe.agent import worker
+from mxprobe.agent.streams import StreamTap
 from mxprobe.attribution.layers import Divergence, first_divergence
 from tests.standin_controller import StandinController, agent_thread, controlled, wait_for
 
 job = pytest.importorskip("mxprobe.demo.job")
+
+
+@pytest.fixture(autouse=True)
+def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "FLUSH_EVERY_S", 0.01)
+
 
 N_SEQUENCES = 24
 N_NEW = 8
@@ -119,9 +127,14 @@ def attend(controller: StandinController, loop: Loop, n: int = 10) -> dict[str, 
 
     with agent_thread(controller):
         wait_for(lambda: bool(optimizer_hooks._global_optimizer_post_hooks), "the agent does not watch")
-        for _ in range(n):
+        for _ in range(3):  # it looks at a step or two first
             loop.take_step()
-            time.sleep(0.05)
+        wait_for(controller.attached.is_set, "not attached")
+        for _ in range(n):
+            n_told = len(controller.rows.get("overhead", []))
+            loop.take_step()
+            # Measured before the next step, however busy the machine.
+            wait_for(lambda n=n_told: len(controller.rows.get("overhead", [])) > n, "the step was not told of")
         controller.send({"verb": "detach"})
         deadline = time.monotonic() + 20
         while not controller.closed.is_set() and time.monotonic() < deadline:
@@ -176,6 +189,20 @@ def divergence(rows: dict[str, list[dict[str, Any]]]) -> Divergence:
     found = first_divergence(pd.DataFrame(rows["layers"]))
     assert found is not None
     return found
+
+
+def test_blocks_whose_fused_path_a_hook_would_switch_off_are_left_alone():
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+    streams = StreamTap()
+    streams.watch([encoder], lambda on_call: lambda module, args, output: None)
+    streams.arm()
+    assert not any(module._forward_hooks for module in encoder.modules())
+    model = job.build_model(layers=2, hidden=64)
+    streams.watch([model], lambda on_call: lambda module, args, output: None)
+    streams.arm()
+    assert [len(layer._forward_hooks) for layer in model.model.layers] == [1, 1]
+    streams.remove()
+    assert not any(layer._forward_hooks for layer in model.model.layers)
 
 
 def test_the_first_block_that_rollout_computes_otherwise_is_named(tmp_path: Path):
