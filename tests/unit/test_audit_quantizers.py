@@ -46,6 +46,7 @@ def test_torchao_s_rules(mode: str):
     assert infer_rule(values(), q).exact[0] == f"mxfp4+{mode.lower()}"
 
 
+@pytest.mark.slow  # its import takes seconds
 def test_compressed_tensors_rounds_the_maximum_to_even():
     """The rule of llm-compressor and vLLM."""
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
