@@ -153,9 +153,7 @@ def _by_double_backward(
         if _has_foreign_function(outputs):
             raise _NotTwiceDifferentiableError
         try:
-            found: Sequence[Any] = torch.autograd.grad(
-                outputs, list(trained.values()), at_outputs, create_graph=True, allow_unused=True
-            )
+            found = _gradients(outputs, list(trained.values()), at_outputs, create_graph=True)
             whole: dict[str, torch.Tensor] = {name: g for name, g in zip(trained, found) if g is not None}
             if not whole:
                 raise NotReplayableError("no gradient of the policy reaches a trained weight")
@@ -217,7 +215,7 @@ def _travelled(
     for _ in range(n_probes):
         along = [torch.randn(g.shape, generator=generator, device=device) for g in whole]
         product = torch.stack([(v * g).sum() for v, g in zip(along, whole)]).sum()
-        derivatives = torch.autograd.grad(product, [p for *_, p in places], retain_graph=True, allow_unused=True)
+        derivatives = _gradients(product, [p for *_, p in places], retain_graph=True)
         delta: dict[tuple[str, Role], torch.Tensor] = {}
         with torch.no_grad():
             for (i, role, _), derivative in zip(places, derivatives):
@@ -245,6 +243,11 @@ def _local(
 def _with_total(parts: torch.Tensor) -> torch.Tensor:
     """[3, ...] -> [4, ...]: their sum first."""
     return torch.cat((parts.sum(0, keepdim=True), parts))
+
+
+def _gradients(*arguments: Any, **options: Any) -> Sequence[Any]:
+    """Those of `torch.autograd.grad`, None where an input is not reached."""
+    return torch.autograd.grad(*arguments, allow_unused=True, **options)
 
 
 def _errors(operand: torch.Tensor, format: str, rule: str) -> torch.Tensor:
