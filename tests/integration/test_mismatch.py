@@ -173,7 +173,9 @@ OPTIONS: dict[str, Callable[[], Loop]] = {
 }
 
 
-@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize(
+    "how", [next(iter(OPTIONS)), *(pytest.param(how, marks=pytest.mark.slow) for how in list(OPTIONS)[1:])]
+)
 def test_the_mismatch_is_that_of_the_run_s_own_tensors(how: str, tmp_path: Path):
     loop = OPTIONS[how]()
     with controlled(tmp_path, every=3, whatifs=()) as controller:
@@ -289,6 +291,7 @@ ODD: dict[str, tuple[Callable[[], Loop], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_what_cannot_be_measured_is_said_and_not_guessed(name: str, tmp_path: Path):
     make, reason = ODD[name]
@@ -298,6 +301,7 @@ def test_what_cannot_be_measured_is_said_and_not_guessed(name: str, tmp_path: Pa
     assert any(reason in detail for detail in logprob_events(rows)), logprob_events(rows)
 
 
+@pytest.mark.slow
 def test_of_sequences_packed_into_one_row_only_the_first_is_recognised(tmp_path: Path):
     """It begins the row, so that nothing but its own tokens stands before them; the others count as unmatched."""
     with controlled(tmp_path, every=3, whatifs=()) as controller:
