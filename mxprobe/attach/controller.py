@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from mxprobe.attach.agent_link import AgentLink
 from mxprobe.attach.archive import write_archive
 from mxprobe.attach.desk import Desk, not_switched
 from mxprobe.attach.entry import Entry, enter, unmap
+from mxprobe.attach.outcome import Outcome, Saying
 from mxprobe.attach.process import Process, check_attachable, main_thread_activity
 from mxprobe.attach.recorder import RunTrace, TraceRecorder
 from mxprobe.attach.refusals import refuse
@@ -35,38 +35,14 @@ from mxprobe.attach.server import (
     TriggerWanted,
     WriteFailed,
 )
+from mxprobe.attach.vital_signs import VitalSigns
 from mxprobe.errors import AttachError, MxprobeError
 from mxprobe.protocol import AgentConfig, Frame
 
 _TICK_S = 0.25
-_PING_EVERY_S = 1.0
-_ASK_STATUS_EVERY_S = 5.0
 _OBSERVE_MARGIN_S = 15.0
 _LEAVE_TIMEOUT_S = 60.0
 _GOODBYE_S = 5.0
-_EXIT_GRACE_S = 2.0
-_DYING_S = 1.0
-
-
-class Saying(Protocol):
-    """Where a controller tells what it does: `say` for good, `show` for now."""
-
-    def say(self, text: str) -> None: ...
-
-    def show(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How an attachment ended: `detached`, `interrupted`, `duration`, `target_exited`, `agent_lost`, or the agent's
-    own reason."""
-
-    reason: str
-    directory: Path
-    n_rows: int
-    steps: int | None
-    name: str = ""
-    """Of the process among those of a group."""
 
 
 class Controller:
@@ -107,16 +83,12 @@ class Controller:
         self._phase = "entering"
         self._entry: Entry | None = None
         self._clearing: threading.Thread | None = None
-        self._agent: Peer | None = None
-        self._hello: Frame = {}
-        self._attached: Frame | None = None
-        self._detached: Frame | None = None
-        self._agent_status: dict[str, Any] = {}
+        self._agent = AgentLink()
+        self._vital_signs = VitalSigns(process)
         self._ending: str | None = None
         self._hurry = False
         self._error: MxprobeError | None = None
         self._desk = Desk(self.status)
-        self._last_ping = self._last_asked = self._died_at = float("-inf")
         self._started_ns = 0
 
     def run(self) -> Outcome:
@@ -146,8 +118,7 @@ class Controller:
             self._await_clearing()
             self._recorder.end(self._ending or "failed")
             self._answer_the_end()
-            if self._agent is not None:
-                self._agent.close()
+            self._agent.close()
             if server is not None:
                 server.close()
             run_directory.close()
@@ -172,7 +143,7 @@ class Controller:
             if time.monotonic() - started > 1.0:
                 self._progress.show(f"queued: the main thread of {pid} is {main_thread_activity(pid)}")
 
-        if not self._until(lambda: self._agent is not None, patience_s, say_queued):
+        if not self._until(lambda: self._agent.is_here, patience_s, say_queued):
             raise refuse("no_ack", pid, main_thread_activity(pid), seconds=patience_s)
         self._recorder.update_run(
             mechanism=entry.mechanism,
@@ -183,14 +154,14 @@ class Controller:
     def _observe(self, run_directory: RunDirectory) -> None:
         self._phase = "observing"
         pid, config = self._process.pid, self._config
-        self._say_to_agent({"verb": "attach", "config": config.to_json()})
+        self._agent.say({"verb": "attach", "config": config.to_json()})
         self._clearing = threading.Thread(target=self._clear_statement, args=(run_directory,), daemon=True)
         self._clearing.start()  # not here: the agent is to hear pings meanwhile
-        event = "its next optimizer step or generation" if self._hello.get("torch") else "it to import torch"
+        event = "its next optimizer step or generation" if self._agent.hello.get("torch") else "it to import torch"
         waiting = f"process {pid} has the agent; waiting for {event}"
         # The agent waits for torch, for a step, then for generation.
         patience_s = config.torch_wait_s + 2 * config.step_timeout_s + _OBSERVE_MARGIN_S
-        if not self._until(lambda: self._attached is not None, patience_s, lambda: self._progress.show(waiting)):
+        if not self._until(lambda: self._agent.attached is not None, patience_s, lambda: self._progress.show(waiting)):
             raise refuse("no_step", pid, seconds=config.step_timeout_s)
 
     def _clear_statement(self, run_directory: RunDirectory) -> None:
@@ -208,14 +179,14 @@ class Controller:
 
     def _record(self) -> None:
         self._phase = "recording"
-        attached, process = self._attached or {}, self._process
+        attached, process = self._agent.attached or {}, self._process
         self._started_ns = time.time_ns()
-        hello = {key: value for key, value in self._hello.items() if key not in ("verb", "token", "argv")}
+        hello = {key: value for key, value in self._agent.hello.items() if key not in ("verb", "token", "argv")}
         self._recorder.update_run(
             target={**hello, "pid": process.pid, "cmdline": list(process.command_line)},
             config=self._config.to_json(),
             started_ns=self._started_ns,
-            **_place(attached),
+            **self._agent.place,
         )
         self._recorder.open()
         self._progress.say(
@@ -228,19 +199,19 @@ class Controller:
 
     def _leave(self) -> None:
         self._phase = "leaving"
-        if self._agent is not None and self._detached is None:
-            self._say_to_agent({"verb": "detach"})
+        if not self._agent.is_out:
+            self._agent.say({"verb": "detach"})
             self._progress.show("detaching at the next step")
-            self._until(self._is_out, _LEAVE_TIMEOUT_S)
-        if self._detached is not None:
-            self._until(lambda: self._agent is None, _GOODBYE_S)
+            self._until(lambda: self._agent.is_out, _LEAVE_TIMEOUT_S)
+        if self._agent.detached is not None:
+            self._until(lambda: not self._agent.is_here, _GOODBYE_S)
 
     def _let_go(self) -> None:
         """Refused after the agent came in: have it leave now rather than when its lease runs out."""
         self._phase = "leaving"
-        if self._agent is not None:
-            self._say_to_agent({"verb": "detach"})
-            self._until(self._is_out, _GOODBYE_S)
+        if self._agent.is_here:
+            self._agent.say({"verb": "detach"})
+            self._until(lambda: self._agent.is_out, _GOODBYE_S)
 
     def _await_clearing(self) -> None:
         if self._clearing is not None:
@@ -248,8 +219,8 @@ class Controller:
 
     def _finish(self) -> Outcome:
         self._await_clearing()
-        detached = {key: value for key, value in (self._detached or {}).items() if key != "verb"}
-        self._recorder.update_run(agent={**self._agent_status, **detached})
+        detached = {key: value for key, value in (self._agent.detached or {}).items() if key != "verb"}
+        self._recorder.update_run(agent={**self._agent.status, **detached})
         reason = self._ending or "detached"
         self._recorder.end(reason)
         if self._error is not None:
@@ -281,23 +252,23 @@ class Controller:
     def _handle(self, event: Event) -> None:
         match event:
             case AgentHello(agent, frame):
-                self._agent, self._hello = agent, frame
-                self._recorder.claim_rank(_rank_in(frame))
+                self._agent.arrive(agent, frame)
+                self._recorder.claim_rank(self._agent.rank)
             case AgentSaid(frame):
                 self._hear(frame)
             case AgentGone(detail):
-                self._agent = None
-                if self._detached is None:
-                    self._end("agent_lost" if self._lives_on() else "target_exited", detail)
+                self._agent.leave()
+                if self._agent.detached is None:
+                    self._end("agent_lost" if self._vital_signs.lives_on() else "target_exited", detail)
             case WriteFailed(error):
                 self._error = error
-                self._agent = None  # its connection ends with the writer: there is nothing to wait for
+                self._agent.leave()  # its connection ends with the writer: there is nothing to wait for
                 self._end("write_failed", str(error))
             case ClientAsked(client, frame):
                 self._serve_client(client, frame)
             case TriggerWanted(reason):
                 if self._phase == "recording":
-                    self._say_to_agent({"verb": "trigger", "reason": reason})
+                    self._agent.say({"verb": "trigger", "reason": reason})
             case Interrupted():
                 self._hurry = self._ending is not None and self._phase == "leaving"
                 self._end("interrupted", "")
@@ -305,16 +276,16 @@ class Controller:
     def _hear(self, frame: Frame) -> None:
         match frame["verb"]:
             case "attached":
-                again, self._attached = self._attached is not None, frame
+                again, self._agent.attached = self._agent.attached is not None, frame
                 if again:  # a process that only logged has taken a step
-                    self._recorder.update_run(**_place(frame))
+                    self._recorder.update_run(**self._agent.place)
             case "status":
-                self._agent_status = {key: value for key, value in frame.items() if key != "verb"}
+                self._agent.status = {key: value for key, value in frame.items() if key != "verb"}
                 self._desk.answer_status(everyone=True)
             case "set":
                 self._desk.answer_switch(frame)
             case "detached":
-                self._detached = frame
+                self._agent.detached = frame
                 self._end(str(frame.get("reason") or "agent_left"), "")
             case "failed":
                 reason, detail = str(frame.get("reason")), str(frame.get("detail", ""))
@@ -334,43 +305,19 @@ class Controller:
             reason = "interrupted"
         return refuse(reason, pid, self._ending_detail, seconds=self._config.step_timeout_s)
 
-    def _lives_on(self) -> bool:
-        """False if the process is gone, or ends in a moment: the kernel closes its connections before it is dead."""
-        deadline = time.monotonic() + _DYING_S
-        while self._process.is_same_and_alive():
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.02)
-        return False
-
     def _check_target(self) -> None:
-        if self._agent is None and self._phase != "entering":
-            return
-        if self._process.is_same_and_alive():
-            self._died_at = float("-inf")
-        elif self._died_at < 0:
-            self._died_at = time.monotonic()
-        elif time.monotonic() - self._died_at > _EXIT_GRACE_S:
-            # The connection normally ends first; a forked child that still holds it would keep it open.
-            self._agent = None
+        if (self._agent.is_here or self._phase == "entering") and self._vital_signs.is_long_dead():
+            self._agent.leave()
             self._end("target_exited", "")
 
     def _keep_in_touch(self) -> None:
-        now = time.monotonic()
-        if self._phase != "entering" and now - self._last_ping >= _PING_EVERY_S:  # the agent's first frame is attach
-            self._last_ping = now
-            self._say_to_agent({"verb": "ping"})
-        if self._phase == "recording" and now - self._last_asked >= _ASK_STATUS_EVERY_S:
-            self._last_asked = now
-            self._say_to_agent({"verb": "status"})
+        if self._phase != "entering":  # the agent's first frame is attach
+            self._agent.keep_in_touch(ask_status=self._phase == "recording")
         self._desk.answer_status(everyone=False)
 
-    def _say_to_agent(self, frame: Frame) -> None:
-        if self._agent is not None:
-            self._agent.send(frame)
-
-    def _is_out(self) -> bool:
-        return self._agent is None or self._detached is not None
+    @property
+    def _is_recording(self) -> bool:
+        return self._phase == "recording" and self._agent.is_here
 
     # Clients
 
@@ -380,19 +327,19 @@ class Controller:
             self._desk.wait_for_end(client)
             self._end("detached", "")
         elif verb == "trigger":
-            recording = self._phase == "recording" and self._agent is not None
+            recording = self._is_recording
             if recording:
-                self._say_to_agent({"verb": "trigger", "reason": "mxprobe trigger"})
+                self._agent.say({"verb": "trigger", "reason": "mxprobe trigger"})
             client.send({"verb": "triggered", "recording": recording, "past": recording and self._config.record})
         elif verb == "set":
-            if self._phase == "recording" and self._agent is not None:
-                self._say_to_agent({**frame, "id": self._desk.wait_for_switch(client)})
+            if self._is_recording:
+                self._agent.say({**frame, "id": self._desk.wait_for_switch(client)})
             else:
                 client.send(not_switched("not_recording", f"the attach is {self._phase}"))
         else:
             self._desk.wait_for_status(client)
-            if self._phase == "recording" and self._agent is not None:
-                self._say_to_agent({"verb": "status"})
+            if self._is_recording:
+                self._agent.say({"verb": "status"})
             else:
                 self._desk.answer_status(everyone=True)
 
@@ -402,9 +349,9 @@ class Controller:
                 "reason": self._ending,
                 "directory": str(self._directory.absolute()),
                 "n_rows": self._recorder.n_rows,
-                "steps": (self._detached or {}).get("steps"),
+                "steps": (self._agent.detached or {}).get("steps"),
                 "recorded": self._started_ns > 0,
-                "recipes": (self._detached or {}).get("recipes"),
+                "recipes": (self._agent.detached or {}).get("recipes"),
             }
         )
 
@@ -416,13 +363,13 @@ class Controller:
             "name": self._process.name,
             "phase": self._phase,
             "mechanism": self._mechanism,
-            "role": (self._attached or {}).get("role"),
+            "role": (self._agent.attached or {}).get("role"),
             "directory": str(self._directory.absolute()),
             "attached_s": (time.time_ns() - self._started_ns) / 1e9 if self._started_ns else None,
             "last_step": self._recorder.last_step,
             "n_batches": self._recorder.n_batches,
             "n_rows": self._recorder.n_rows,
-            "agent": self._agent_status,
+            "agent": self._agent.status,
         }
 
     @property
@@ -433,13 +380,3 @@ class Controller:
         seconds = (time.time_ns() - self._started_ns) / 1e9
         step = "" if self._recorder.last_step is None else f" · step {self._recorder.last_step}"
         self._progress.show(f"recording {self._process.pid}{step} · {self._recorder.n_rows} rows · {seconds:.0f} s")
-
-
-def _place(attached: Frame) -> dict[str, Any]:
-    what = {name: attached.get(name) for name in ("role", "roots", "recipes")}
-    return {**what, "attached_step": attached.get("step")}
-
-
-def _rank_in(hello: Frame) -> int:
-    rank = str(hello.get("rank", ""))
-    return int(rank) if rank.isdecimal() and len(rank) < 10 else 0

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mxprobe.attach.controller import Controller, Outcome
+from mxprobe.attach.controller import Controller
+from mxprobe.attach.outcome import Outcome
 from mxprobe.attach.process import Process
 from mxprobe.attach.progress import Board
 from mxprobe.attach.recorder import RunTrace, check_free

@@ -9,6 +9,7 @@ Needs the extra `ray`, in the version that the cluster runs.
 """
 
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -79,7 +80,7 @@ def main() -> int:
         from ray._private import state  # pyright: ignore[reportMissingImports]
     except ImportError:
         return _NO_RAY
-    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
     # The control store rather than `ray.util.state`, which needs a dashboard.
     found = split(state.actors().values(), str(ray.get_runtime_context().get_node_id()))
     print(json.dumps(asdict(found)))
