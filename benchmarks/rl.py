@@ -54,6 +54,14 @@ REPLAYING = "mxfp4"
 LOGGED = ("reward", "entropy", "grad_norm")
 MEASURED = ("grad_cosine", "kl_trainer", "kl_high_precision")
 METRICS = (*LOGGED, *MEASURED)
+HEADINGS = {
+    "reward": "reward",
+    "entropy": "entropy",
+    "grad_norm": "gradient norm",
+    "grad_cosine": "gradient cosine",
+    "kl_trainer": "KL to the trainer",
+    "kl_high_precision": "KL to high precision",
+}
 # 97.5 % quantile of Student's t by degrees of freedom.
 T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
@@ -242,29 +250,39 @@ def main() -> None:
         print(json.dumps(worker(*json.loads(options.worker))))
         return
     results = {arm: run_arm(arm, options) for arm in options.recipes}
-    print(f"{options.side} quantized, outliers x{options.outliers:g}, {options.steps} steps, {options.seeds} seeds\n")
-    print("| recipe | reward | entropy | gradient norm | gradient cosine | KL(rollout, trainer) | KL(rollout, high) |")
-    print("|---|---|---|---|---|---|---|")
-    for arm, runs in results.items():
-        print(f"| {arm} | {' | '.join(interval([run[name] for run in runs]) for name in METRICS)} |")
+    print_table(results, options)
     if len(results) >= MIN_ARMS:
         print_correlations(results)
 
 
-def print_correlations(results: dict[str, list[dict[str, Any]]]) -> None:
-    def means(name: str) -> list[float]:
-        return [statistics.fmean(run[name] for run in runs) for runs in results.values()]
+def print_table(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
+    # With a trainer in high precision, KL to it is KL to high precision.
+    shown = [name for name in METRICS if name != "kl_trainer" or options.side != "rollout"]
+    replayed = replayed_kl(results)
+    print(f"{options.side} quantized, outliers x{options.outliers:g}, {options.steps} steps, {options.seeds} seeds\n")
+    headings = [HEADINGS[name] for name in shown] + [f"replayed in the {REPLAYING} run"] * bool(replayed)
+    print(f"| recipe | {' | '.join(headings)} |\n{'|---' * (len(headings) + 1)}|")
+    for arm, runs in results.items():
+        cells = [interval([run[name] for run in runs]) for name in shown]
+        if replayed:
+            cells.append(interval(replayed[arm]))
+        print(f"| {arm} | {' | '.join(cells)} |")
 
-    reward = means("reward")
-    rho = correlation(means("kl_high_precision"), reward)
-    print(f"\nSpearman of KL(rollout, high precision), each arm's own run, and reward over {len(reward)} arms: {rho}")
-    if REPLAYING not in results:
-        return
-    replays = [run["replayed"] for run in results[REPLAYING]]
-    kl = {arm: statistics.fmean(each[arm] for each in replays) for arm in results}
-    rho = correlation(list(kl.values()), reward)
-    print(f"Spearman of KL(arm, high precision), replayed in the {REPLAYING} run, and reward: {rho}")
-    print("Replayed: " + ", ".join(f"{arm} {value:.4f}" for arm, value in kl.items()))
+
+def replayed_kl(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """KL(arm, high precision) on the weights of the MXFP4 run, by seed; {} where that run is not among the arms."""
+    replays = [run["replayed"] for run in results.get(REPLAYING, [])]
+    return {arm: [each[arm] for each in replays] for arm in results} if replays else {}
+
+
+def print_correlations(results: dict[str, list[dict[str, Any]]]) -> None:
+    reward = [statistics.fmean(run["reward"] for run in runs) for runs in results.values()]
+    own = [statistics.fmean(run["kl_high_precision"] for run in runs) for runs in results.values()]
+    print(f"\nSpearman of KL in an arm's own run and its reward, {len(reward)} arms: {correlation(own, reward)}")
+    replayed = replayed_kl(results)
+    if replayed:
+        rho = correlation([statistics.fmean(values) for values in replayed.values()], reward)
+        print(f"Spearman of KL replayed in the {REPLAYING} run and reward: {rho}")
 
 
 if __name__ == "__main__":
