@@ -9,6 +9,7 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -50,7 +51,9 @@ def _load() -> ctypes.CDLL:
     with os.fdopen(os.memfd_create("mxprobe", os.MFD_CLOEXEC), "wb") as file:
         file.write(data)
         file.flush()
-        return _Library(f"/proc/self/fd/{file.fileno()}")
+        # By a thread of this process: a debugger opens the paths of all libraries, and /proc/self/fd/N would be one of
+        # its own descriptors. gdb waits for ever where that is a pipe.
+        return _Library(f"/proc/self/task/{threading.get_native_id()}/fd/{file.fileno()}")
 
 
 @cache
