@@ -90,9 +90,7 @@ def test_the_control_socket_serves_the_next_after_anything(
     trace = RunTrace(directory / "run.mxprobe", [os.getpid()], {})
     recorder = TraceRecorder(trace, os.getpid())
     recorder.open()
-    server = ControlServer(
-        directory / "s", token=TOKEN, pid=os.getpid(), events=events, on_batch=recorder.write
-    )
+    server = ControlServer(directory / "s", token=TOKEN, pid=os.getpid(), events=events, on_batch=recorder.write)
     try:
         talk(str(directory / "s"), [encode(HELLO), *sent] if is_agent else sent)
         while not events.empty():
