@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent.guard import undisturbed
+from mxprobe.agent.noise import Change, NoiseState, change
 from mxprobe.agent.recipes import EXACT_FRAC, NONE, RULES, Call, Recipe, candidates, orders, quantize
 from mxprobe.agent.snapshot import Snapshot, event_now
 from mxprobe.agent.weights import sample_watched
@@ -94,6 +95,7 @@ class WeightHistory:
         self._recent: dict[str, list[Version]] = {}
         self._state: dict[str, str] = {}
         self._recipe: dict[str, Recipe] = {}
+        self.noise = NoiseState()
 
     def keep(self, copies: Copies) -> None:
         """Add the versions of a step, once they hold their values."""
@@ -116,6 +118,13 @@ class WeightHistory:
         recent = self._recent.get(name, [])[-3:]
         last = recent[-1].step if recent else 0
         return [v for i, v in enumerate(recent) if last - v.step == len(recent) - 1 - i]
+
+    def change(self, snapshot: Snapshot) -> Change | None:
+        """How the weights that the snapshot was computed with differ from those the optimizer left before its step."""
+        for held in reversed(self._recent.get(snapshot.module, [])):
+            if held.step == snapshot.step:
+                return change(snapshot.weight.watched.cpu(), held.weight)
+        return None
 
     def judge(self, snapshot: Snapshot, recipe: Recipe, *, exact: bool, step_base: int) -> Finding:
         """Whose weights the snapshot's output was computed with, `recipe` being what fits the current ones best.

@@ -78,7 +78,8 @@ class ModuleProbe:
         self._pending_decodes = 0
         self._rollout_done = False
         self._eval_done = False
-        self._weight: WeightSample | None = None
+        self._weights: dict[bool, WeightSample] = {}
+        """With gradient, and without: noise may be on the weights in one of them."""
         self._train_rows = self._rollout_rows = self._undecided_rows = 0
 
     def arm(self) -> None:
@@ -253,12 +254,13 @@ class ModuleProbe:
     def _snapshot(self, x: torch.Tensor, output: torch.Tensor, phase: Phase) -> Snapshot | None:
         seed = seed_of(self._clock.step, self.name)
         with undisturbed(x.device.type):
-            if self._weight is None:
-                self._weight = sample_weight(self.module, max_features=self._max_features, seed=seed)
-            weight = self._weight
+            weight = self._weights.get(phase is Phase.TRAIN)
+            if weight is None:
+                weight = sample_weight(self.module, max_features=self._max_features, seed=seed)
             if weight is None:
                 self.why_unread = "weight is not a plain two-dimensional tensor"
                 return None
+            self._weights[phase is Phase.TRAIN] = weight
             out_features = weight.columns.shape[0]
             index = sample_rows(x, max_rows=self._max_rows, out_features=out_features, seed=seed)
             whole = output.detach().reshape(-1, output.shape[-1])

@@ -20,6 +20,7 @@ from typing import Any
 
 from mxprobe.agent.block_statistics import block_row
 from mxprobe.agent.codes import EVENT, WeightHistory
+from mxprobe.agent.noise import EVENT as NOISE_EVENT
 from mxprobe.agent.operands import (
     CPU_BATCH_ELEMENTS,
     IDENTITY_TOLERANCE,
@@ -90,8 +91,10 @@ def measure_step(
         if output["exact"] and before not in (None, recipe):
             detail = f"{snapshot.module} {snapshot.phase} {_words(recipe)}: it was {_words(before)} before"
             yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": "recipe", "detail": detail}
-        if found.detail:
-            yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": EVENT, "detail": found.detail}
+        noise = history.noise.of_linear(snapshot.module, snapshot.phase, history.change(snapshot))
+        for kind, detail in ((EVENT, found.detail), (NOISE_EVENT, noise)):
+            if detail:
+                yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": kind, "detail": detail}
         fields: dict[Role, ErrorFields] = {}
         for operand in operands(snapshot) if snapshot.with_operands else ():
             measured = measure_operand(operand, format=config.format, rule=config.rule)

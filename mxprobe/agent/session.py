@@ -22,7 +22,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from mxprobe.agent import black_box
+from mxprobe.agent import black_box, noise
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
@@ -31,6 +31,7 @@ from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import NO_GRADIENT, Entry, module_rows, not_to_be_hooked, take_inventory
 from mxprobe.agent.milestones import Milestones
+from mxprobe.agent.noise import NormWatch, NormWeights
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
@@ -86,6 +87,7 @@ class Session:
         self._milestones = Milestones(self.guard, self._on_event)
         self._replays = Replays(config, self._clock, self.guard, self._on_event)
         self._tokens = TokenTaps(self._clock, self.guard, self._on_event)
+        self._norms = NormWatch(self.guard)
         self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
         self._black_box = black_box.BlackBox(config.follow_steps)
         self._switch = RecipeSwitch(self._on_switch_answer, self._on_event)
@@ -230,6 +232,7 @@ class Session:
             self._handles += self._milestones.watch(roots, optimizer)
             self._handles += self._replays.watch(roots, {name: p.module for name, p in self._probes.items()})
             self._handles += self._tokens.watch(roots)
+            self._handles += self._norms.watch(roots)
             if self._flight is not None:
                 self._handles += self._flight.watch(roots, not_to_be_hooked(roots))
                 self._flight.finish(step=0)  # the step just observed, of which the gradients are there
@@ -351,6 +354,9 @@ class Session:
         measured = self._tokens.finish()
         if measured is not None:
             self.worker.put(lambda: self._record_rollouts(measured))
+        weights = self._norms.finish()
+        if weights is not None:
+            self.worker.put(lambda: self._record_norms(weights, step))
         if self._flight is not None:
             self._flight.finish(step)
         replayed = None if self.detach_asked else self._replays.run()
@@ -379,6 +385,7 @@ class Session:
         if not (clock.probed or clock.only_outputs):
             return
         self._tokens.arm()
+        self._norms.arm()
         if clock.probed:
             for detail in self._budget.begin_probe():
                 self._on_event("thinned", detail)
@@ -450,6 +457,13 @@ class Session:
                 self._recorder.add(table, row)
 
         self.worker.aside(measured.device, [measured.ready], record)
+
+    def _record_norms(self, weights: NormWeights, step: int) -> None:
+        def record() -> None:
+            for detail in self.worker.norm_changes(weights):
+                self._event(noise.EVENT, detail, step)
+
+        self.worker.aside(weights.device, [weights.ready], record)
 
     def _add_modules(self) -> None:
         for row in module_rows(self._entries, self._probes):

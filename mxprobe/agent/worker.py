@@ -12,6 +12,7 @@ import torch
 from mxprobe.agent.codes import RECENT, Copies, Version, WeightHistory
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.measure import measure_step
+from mxprobe.agent.noise import NormWeights
 from mxprobe.agent.recipes import Recipe
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.snapshot import Snapshot
@@ -162,6 +163,11 @@ class Worker:
         """Add the weights of a step to the history; a job."""
         for each in copies:
             self.aside(each.device, [each.ready], lambda each=each: self._keep(each))
+
+    def norm_changes(self, weights: NormWeights) -> list[str]:
+        """Details of the events that the norms of a step give; part of a job, once the copies are complete."""
+        told = (self._history.noise.of_norms(phase, found) for phase, found in weights.changes().items())
+        return [detail for detail in told if detail]
 
     def _keep(self, copies: Copies) -> None:
         self._history.keep(copies)

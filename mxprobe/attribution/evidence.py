@@ -14,6 +14,7 @@ from . import ratios
 from .decision import Decision
 from .layers import FACTOR, first_divergence
 from .measured import Measured
+from .noise import weight_changes
 from .recommendation import Certainty, Coverage, Evidence
 from .rollouts import behind_words
 from .thresholds import Thresholds
@@ -46,6 +47,7 @@ def collect(
         *_log_probs(measured, thresholds),
         *_mismatch(decision, thresholds),
         *_weight_lag(measured),
+        *_noise(trace.events()),
         *_divergence(trace),
         *_rules(decision, thresholds),
         *_fit(decision, thresholds),
@@ -137,6 +139,15 @@ def _weight_lag(measured: Measured) -> Iterator[Evidence]:
     if behind:
         text = f"in the rollout {behind_words(behind)}: its outputs are reproduced exactly with those"
         yield Evidence("weight_lag", Certainty.MEASURED, text, float(max(each.lag for each in behind)), 0.0, True)
+
+
+def _noise(events: pd.DataFrame) -> Iterator[Evidence]:
+    found = weight_changes(events, Phase.ROLLOUT.value)
+    if found:
+        name, said = next(iter(found.items()))
+        others = f", and {len(found) - 1} more modules" if len(found) > 1 else ""
+        text = f"in the rollout {name}: {said}{others}; what this moves is no rounding, and wanted where noise is meant"
+        yield Evidence("weight_noise", Certainty.MEASURED, text, float(len(found)))
 
 
 def _rules(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:

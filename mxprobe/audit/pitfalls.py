@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 import pandas as pd
 
+from mxprobe.attribution.noise import weight_changes
+
 from .modules import ModuleAudit, SideAudit
 
 Modules = Sequence[ModuleAudit]
@@ -210,7 +212,7 @@ def _is_plain(side: SideAudit | None) -> bool:
 
 
 def _perturbed(modules: Modules, events: pd.DataFrame) -> Found:
-    """Training is reproduced with its weights, evaluation with none that is known."""
+    """Training is reproduced with its weights, evaluation with none that is known, or with noise on them."""
     off = [
         (m.module, m.evaluation.error)
         for m in modules
@@ -219,6 +221,9 @@ def _perturbed(modules: Modules, events: pd.DataFrame) -> Found:
     if off:
         error = sorted(value for _, value in off)[len(off) // 2]
         yield tuple(name for name, _ in off), f"no known recipe reproduces it; median output error {error:.2g} there"
+    noisy = weight_changes(events, "eval")
+    if noisy:
+        yield tuple(noisy), next(iter(noisy.values()))
 
 
 def _substring(modules: Modules, events: pd.DataFrame) -> Found:

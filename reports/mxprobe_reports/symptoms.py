@@ -56,7 +56,7 @@ HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
 
 
 MARKED_EVENTS: tuple[str, ...] = (
-    *("attached", "detached", "nonfinite", "flight", "error", "emulation", "recipe", "weight_sync"),
+    *("attached", "detached", "nonfinite", "flight", "error", "emulation", "recipe", "weight_sync", "weight_noise"),
     *("checkpoint_saved", "checkpoint_loaded", "resume", "rank_lost"),
 )
 MAX_MARKS = 12

@@ -98,6 +98,7 @@ _DATA_OF: tuple[tuple[str, str], ...] = (
     ("probed_steps", "quality"),
     ("realised", "realised"),
     ("weight_lag", "realised"),
+    ("weight_noise", "signals"),
     ("log_prob", "rollouts"),
     ("effective_sample", "rollouts"),
     ("mismatch", "signals"),

@@ -85,7 +85,7 @@ function signalFigure(index) {
   return { data, layout: layout(t, { ...UNIFIED, shapes, annotations, margin: { l: 38, r: 8, t: annotations.length ? 14 : 6, b: 20 }, yaxis, xaxis }) };
 }
 const EVENT_MARKS = {
-  attached: "▸", detached: "◂", nonfinite: "∞", flight: "∞", error: "!", rank_lost: "!", emulation: "⇄", recipe: "⇄", weight_sync: "⇄",
+  attached: "▸", detached: "◂", nonfinite: "∞", flight: "∞", error: "!", rank_lost: "!", emulation: "⇄", recipe: "⇄", weight_sync: "⇄", weight_noise: "≈",
   checkpoint_saved: "▾", checkpoint_loaded: "▴", resume: "▴",
 };
 // One axis for all signals, so that what happened at a step stands in one place.
