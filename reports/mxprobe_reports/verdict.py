@@ -99,6 +99,8 @@ _DATA_OF: tuple[tuple[str, str], ...] = (
     ("realised", "realised"),
     ("weight_lag", "realised"),
     ("weight_noise", "signals"),
+    ("first_divergence", "realised"),
+    ("rule_mismatch", "realised"),
     ("log_prob", "rollouts"),
     ("effective_sample", "rollouts"),
     ("mismatch", "signals"),
