@@ -65,7 +65,7 @@ def test_sums_first_then_divide() -> None:
     together = tensor_ratios(totals(frame, ["module"])).iloc[0]
     whole = tensor_ratios(sums_of(np.concatenate(parts).astype(np.float32))).iloc[0]
     for name in ("nmse", "scale", "deadzone", "zero_frac", "gain"):
-        assert together[name] == pytest.approx(whole[name], rel=1e-9)
+        assert together[name] == pytest.approx(whole[name], rel=1e-6)  # what a backend promises of a sum
     mean = tensor_ratios(frame)["nmse"].mean()
     assert together["nmse"] != pytest.approx(mean, rel=0.01)
 

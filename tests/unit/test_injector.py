@@ -20,7 +20,8 @@ from mxprobe.attach.elf import ImageError, exported, find_python, read_maps
 from mxprobe.attach.injector import FUNCTIONS
 from mxprobe.attach.payload import boot_statement, in_thread
 from mxprobe.attach.refusals import REFUSALS
-from mxprobe.protocol import PROTOCOL_VERSION, recv_frame
+from mxprobe.protocol import recv_frame
+from mxprobe_kernels import cpu_backend
 from tests.attach_targets import interpreters
 from tests.unit.test_listener import STAND_IN
 
@@ -153,7 +154,8 @@ def test_the_archive_is_private_complete_and_not_overwritten(tmp_path: Path) -> 
         names = set(archive.namelist())
         listed = archive.read("modules.txt").decode().split()
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
-    assert names == {*shipped_files(), "loader.py", "version.txt", "modules.txt"}
+    assert names - {"libmxprobe_cpu.so"} == {*shipped_files(), "loader.py", "version.txt", "modules.txt"}
+    assert ("libmxprobe_cpu.so" in names) == (cpu_backend.library() is not None)
     assert {"mxprobe", "mxprobe.agent.boot", "mxprobe.protocol", "mxprobe_kernels", "mxprobe_kernels.formats"} <= set(
         listed
     )
@@ -163,12 +165,9 @@ def test_the_archive_is_private_complete_and_not_overwritten(tmp_path: Path) -> 
 
 
 LOADED_BY = """
-import sys, types, time, _thread, zipimport
-archive, control, pid, torch = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-import os
-if torch == "torch":
-    import threading
-    sys.modules["torch"] = types.ModuleType("torch")
+import sys, time, _thread, zipimport
+archive, control, pid = sys.argv[1], sys.argv[2], int(sys.argv[3])
+import os, threading
 before, meta = list(sys.path), list(sys.meta_path)
 scope = {"__name__": "mxprobe_loader"}
 exec(zipimport.zipimporter(archive).get_code("loader"), scope)
@@ -189,8 +188,8 @@ def control(tmp_path: Path) -> socket.socket:
     return server
 
 
-def load_in(python: str, tmp_path: Path, *, pid: int = 0, torch: bool = True) -> subprocess.Popen[str]:
-    arguments = [str(tmp_path / "agent.zip"), str(tmp_path / "control.sock"), str(pid), "torch" if torch else "none"]
+def load_in(python: str, tmp_path: Path, *, pid: int = 0) -> subprocess.Popen[str]:
+    arguments = [str(tmp_path / "agent.zip"), str(tmp_path / "control.sock"), str(pid)]
     environ = {"PATH": os.environ["PATH"]}
     return subprocess.Popen(
         [python, "-W", "error", "-c", LOADED_BY, *arguments],
@@ -216,24 +215,6 @@ def test_the_loader_loads_and_unloads_in_every_python(python: str, tmp_path: Pat
     assert (out, err) == ("[] [] True True True\n", "")
 
 
-@pytest.mark.parametrize("python", interpreters())
-def test_a_process_without_torch_is_told_apart_before_anything_is_loaded(
-    python: str, tmp_path: Path, control: socket.socket
-) -> None:
-    with control:
-        write_archive(tmp_path / "agent.zip", STAND_IN)
-        process = load_in(python, tmp_path, torch=False)
-        connection, _ = control.accept()
-        with connection:
-            hello, failed = recv_frame(connection), recv_frame(connection)
-        out, err = process.communicate(timeout=20)
-    assert hello is not None
-    assert failed is not None
-    assert (hello["protocol"], hello["torch"]) == (PROTOCOL_VERSION, None)
-    assert failed["reason"] == "no_torch"
-    assert (out, err) == ("[] [] True True False\n", "")
-
-
 @pytest.mark.parametrize("late", ["in another process", "after the controller left"])
 def test_a_late_payload_does_nothing(late: str, tmp_path: Path, control: socket.socket) -> None:
     with control:
@@ -249,7 +230,7 @@ def test_a_late_payload_does_nothing(late: str, tmp_path: Path, control: socket.
 
 
 def test_an_agent_that_does_not_load_is_reported_in_words_and_removed(tmp_path: Path, control: socket.socket) -> None:
-    broken = {**STAND_IN, "mxprobe/agent/other.py": b"raise RuntimeError('a \"quoted\" reason \\u2713')\n"}
+    broken = {**STAND_IN, "mxprobe/agent/boot.py": b"raise RuntimeError('a \"quoted\" reason \\u2713')\n"}
     with control:
         write_archive(tmp_path / "agent.zip", broken)
         process = load_in(sys.executable, tmp_path)
@@ -259,11 +240,11 @@ def test_an_agent_that_does_not_load_is_reported_in_words_and_removed(tmp_path: 
             failed = recv_frame(connection)
         out, err = process.communicate(timeout=20)
     assert failed == {"verb": "failed", "reason": "load_failed", "detail": "RuntimeError: a ?quoted? reason ?"}
-    assert (out, err) == ("[] [] True True True\n", "")
+    assert (out, err) == ("[] [] True True False\n", "")
 
 
 def test_the_loaders_reasons_have_words() -> None:
     source = Path(loader.__file__).read_text()
-    for reason in ("unsupported_python", "no_torch", "already_attached", "version_mismatch", "load_failed"):
+    for reason in ("unsupported_python", "already_attached", "version_mismatch", "load_failed"):
         assert json.dumps(reason) in source
         assert reason in REFUSALS
