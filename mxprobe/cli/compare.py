@@ -40,18 +40,28 @@ _LONGEST_VALUE = 60
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write it to this file, too, as one offline HTML page with the curves of both runs.",
 )
+@click.option(
+    "--by",
+    type=click.Choice(["step", "tokens"]),
+    default="step",
+    show_default=True,
+    help="What the runs are aligned by; tokens: those the framework has logged as seen, where steps differ in size.",
+)
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="Take [verdict] from this file.")
-def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None, config: Path | None) -> None:
+def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None, by: str, config: Path | None) -> None:
     """Say what changed from run A to run B: settings, errors, reward, and whether a correction did what A predicted.
 
-    Both are aligned by step. Intervals are 95 % and respect that neighbouring steps are alike.
+    Both are aligned by step, or by the tokens seen. Intervals are 95 % and respect that neighbouring steps are alike.
     """
     from mxprobe.comparison import compare
+    from mxprobe.comparison.tokens import TokenTrace
     from mxprobe.config import load
     from mxprobe.trace import open_trace
 
     thresholds = load(config=config, sections=("verdict",)).thresholds()
     traces = open_trace(a), open_trace(b)
+    if by == "tokens":
+        traces = TokenTrace(traces[0]), TokenTrace(traces[1])
     comparison = compare(*traces, thresholds)
     if output is not None:
         _write_page(*traces, comparison, output)
@@ -83,7 +93,10 @@ def show(comparison: Comparison, *, show_all: bool = False, console: Console | N
 
     out = console or Console(highlight=False)
     steps = comparison.alignment.a
-    aligned = f"steps {steps.first} to {steps.last} of both" if comparison.alignment.is_aligned else "each over its own"
+    unit = comparison.alignment.unit
+    aligned = (
+        f"{unit} {steps.first} to {steps.last} of both" if comparison.alignment.is_aligned else "each over its own"
+    )
     out.print(f"A  {_escape(comparison.a)}\nB  {_escape(comparison.b)}  ({aligned})\n", soft_wrap=True)
     out.print(f"[bold]{_escape(comparison.headline)}[/]\n")
     out.print(_escape(comparison.prediction.text))
@@ -91,7 +104,7 @@ def show(comparison: Comparison, *, show_all: bool = False, console: Console | N
         out.print("\n[bold]What was different[/]")
         out.print(_config(comparison.config))
     if comparison.signals:
-        out.print("\n[bold]Metrics[/] [dim]mean of the last quarter; trend over all aligned steps[/]")
+        out.print("\n[bold]Metrics[/] [dim]mean of the last quarter; trend over all of them[/]")
         out.print(_signals(comparison.signals))
     _print_errors(comparison.errors, out, show_all=show_all)
 

@@ -9,6 +9,7 @@ from mxprobe.errors import UsageError
 from mxprobe.trace import Trace
 
 MIN_COMMON_STEPS = 8
+_UNITS = {"step": "steps", "tokens": "tokens"}
 _SHOWN = 3
 
 
@@ -40,6 +41,12 @@ class Alignment:
     a: Steps
     b: Steps
     warnings: tuple[str, ...]
+    axis: str = "step"
+    """What `a` and `b` count: `step` or `tokens`."""
+
+    @property
+    def unit(self) -> str:
+        return _UNITS[self.axis]
 
     @property
     def is_aligned(self) -> bool:
@@ -66,7 +73,7 @@ def align(a: Trace, b: Trace) -> Alignment:
             )
     for label, trace in (("A", a), ("B", b)):
         warnings += [f"{label}: {problem}" for problem in trace.problems]
-    return Alignment(modules, phases, steps_a, steps_b, tuple(warnings))
+    return Alignment(modules, phases, steps_a, steps_b, tuple(warnings), a.axis)
 
 
 def _common_modules(a: Trace, b: Trace) -> tuple[tuple[str, ...], list[str]]:
@@ -139,14 +146,14 @@ def _common_steps(a: Trace, b: Trace) -> tuple[Steps, Steps, list[str]]:
     if last - first + 1 < MIN_COMMON_STEPS:
         spans = [f"{each.first} to {each.last}" for each in ranges]
         said = (
-            f"The runs share fewer than {MIN_COMMON_STEPS} steps (A {spans[0]}, B {spans[1]}), so each is taken over "
-            "its own: what changed includes what training did meanwhile."
+            f"The runs share fewer than {MIN_COMMON_STEPS} {_UNITS[a.axis]} (A {spans[0]}, B {spans[1]}), so each is "
+            "taken over its own: what changed includes what training did meanwhile."
         )
         return ranges[0], ranges[1], [said]
     longest = max(each.last - each.first + 1 for each in ranges)
     warnings: list[str] = []
     if last - first + 1 < longest / 2:
-        warnings.append(f"Only steps {first} to {last} are in both, less than half of the longer run.")
+        warnings.append(f"Only {_UNITS[a.axis]} {first} to {last} are in both, less than half of the longer run.")
     return Steps(first, last), Steps(first, last), warnings
 
 

@@ -36,6 +36,9 @@ class Trace:
     `problems` lists in sentences what is wrong with it, `is_complete` whether its writer closed it.
     """
 
+    axis = "step"
+    """What the column `step` counts: optimizer steps, unless it is another view of a trace."""
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.run, self._problems = read_run(directory)

@@ -111,8 +111,8 @@ class ComparisonPage:
     def _steps(self) -> str:
         alignment = self.comparison.alignment
         if alignment.is_aligned:
-            return f"aligned by step, {_span(alignment.a)}"
-        return f"each over its own steps, A {_span(alignment.a)}, B {_span(alignment.b)}"
+            return f"aligned by {alignment.axis}, {_span(alignment.a)}"
+        return f"each over its own {alignment.unit}, A {_span(alignment.a)}, B {_span(alignment.b)}"
 
     def _headline(self) -> Html:
         comparison, prediction = self.comparison, self.comparison.prediction

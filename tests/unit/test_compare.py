@@ -313,3 +313,51 @@ def test_exit_codes(tmp_path: Path) -> None:
     alone = CliRunner().invoke(main, ["compare", str(a), str(one_step)])
     assert alone.exit_code == 0
     assert "Traceback" not in alone.output
+
+
+def tokens(per_step: float) -> Change:
+    """The framework logs so many tokens a step."""
+
+    def change(tables: dict[str, pd.DataFrame]) -> None:
+        rows = tables["signals"]
+        counts = (rows["raw_key"] == "num_tokens").to_numpy()
+        rows["metric"] = np.where(counts, "tokens_seen", rows["metric"].astype(str))
+        rows["value"] = np.where(counts, rows["step"] * per_step, rows["value"])
+
+    return change
+
+
+def test_runs_of_unlike_steps_are_aligned_by_tokens(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", tokens(1000)), run(tmp_path / "b", tokens(2000))
+    page = tmp_path / "c.html"
+    done = CliRunner().invoke(main, ["compare", str(a), str(b), "--by", "tokens", "--json", "-o", str(page)])
+    assert done.exit_code == 0, done.stderr
+    by_tokens = json.loads(done.stdout)
+    assert by_tokens["alignment"]["axis"] == "tokens"
+    assert by_tokens["alignment"]["a"] == by_tokens["alignment"]["b"] == {"first": 2000, "last": 120_000}
+    assert "aligned by tokens, 2000 to 120000" in page.read_text(encoding="utf-8")
+    # After as many tokens B has taken half the steps, and its reward lags behind A's as the curve says.
+    reward = next(each for each in by_tokens["signals"] if each["metric"] == "reward_mean")
+    curve = 0.55 - 0.45 * np.exp(-np.arange(1, 121) / 24)
+    assert reward["b"]["mean"] == pytest.approx(curve[45:60].mean(), abs=0.02)
+    assert reward["a"]["mean"] == pytest.approx(curve[90:120].mean(), abs=0.02)
+    assert reward["change"]["difference"] == pytest.approx(curve[45:60].mean() - curve[90:120].mean(), abs=0.02)
+    said = CliRunner().invoke(main, ["compare", str(a), str(b), "--by", "tokens"]).stdout
+    assert "tokens 2000 to 120000 of both" in said
+
+
+def test_a_run_beside_itself_is_the_same_by_tokens(tmp_path: Path) -> None:
+    a = run(tmp_path / "a", tokens(1000))
+    done = CliRunner().invoke(main, ["compare", str(a), str(a), "--by", "tokens", "--json"])
+    answer = json.loads(done.stdout)
+    assert all(each["change"]["difference"] == 0 for each in answer["signals"])
+    by_step = json.loads(CliRunner().invoke(main, ["compare", str(a), str(a), "--json"]).stdout)
+    assert len(answer["errors"]) == len(by_step["errors"])
+
+
+def test_a_run_that_counted_no_tokens_is_compared_by_step(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", tokens(1000)), run(tmp_path / "b")
+    done = CliRunner().invoke(main, ["compare", str(a), str(b), "--by", "tokens"])
+    assert done.exit_code == 2
+    assert "its count of tokens was logged at 0 steps" in done.stderr
+    assert "compare by step" in done.stderr
