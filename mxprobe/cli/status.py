@@ -7,6 +7,7 @@ import click
 
 from mxprobe.cli import pids as targets
 from mxprobe.errors import AttachError
+from mxprobe.printable import printable
 
 _TIMEOUT_S = 10.0
 
@@ -48,6 +49,7 @@ def _lines(status: dict[str, Any]) -> str:
     if status["attached_s"] is not None:
         role = status["role"] or "unknown"
         lines.append(f"  attached   {status['attached_s']:.0f} s by {status['mechanism']}, role {role}")
+    lines += [f"  recipe     {printable(str(recipe))}" for recipe in agent.get("recipes") or []]
     lines.append(f"  trace      {status['directory']}")
     if status["last_step"] is not None:
         lines.append(f"  recorded   up to step {status['last_step']}, {status['n_rows']} rows")

@@ -58,7 +58,8 @@ def main() -> None:
             controller.frame("detached")
         rows = controller.rows
     facts = {"same": alone == watched, "errors": controller.frame("detached")["n_errors"]}
-    print(json.dumps({**facts, **{name: len(rows.get(name, [])) for name in ("replays", "replay_gradients")}}))
+    n_replays = sum(row["arm"] != "floor" for row in rows.get("replays", []))  # the floor has no gradients
+    print(json.dumps({**facts, "replays": n_replays, "replay_gradients": len(rows.get("replay_gradients", []))}))
     dist.barrier()
     dist.destroy_process_group()
 
