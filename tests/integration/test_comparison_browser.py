@@ -43,6 +43,7 @@ def test_its_tables_hold_both_runs_and_names_are_text(watched: Watched, page: Pa
     watched.open(page)
     watched.page.locator("#signals details[data-table] > summary").first.click()
     table = watched.page.locator("#signals details[data-table]").first.locator("table")
+    table.locator("th").first.wait_for()  # drawn when it is opened
     assert table.locator("th").all_inner_texts() == ["step", "reward mean", "B, as drawn"]
     assert table.locator("tbody tr").count() == 120
     cells = table.locator("tbody tr").last.locator("td").all_inner_texts()
