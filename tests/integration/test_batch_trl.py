@@ -93,6 +93,9 @@ def test_statistics_are_those_of_the_trainer_s_own_batch(tmp_path: Path, monkeyp
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 if state.global_step == 2:
                     wait_for(controller.attached.is_set, "not attached")
+                if state.global_step > 2:  # measured before the next step, however busy the machine
+                    n = state.global_step - 2
+                    wait_for(lambda: len(controller.rows.get("overhead", [])) >= n, "the step was not told of")
 
         trainer.add_callback(Wait())
         with agent_thread(controller):
