@@ -145,6 +145,7 @@ class TraceRecorder:
         self.last_step: int | None = None
         self._trace = trace
         self._pid = pid
+        self._wanted = 0
         self._facts: dict[str, Any] = {}
         self._on_jump = on_jump
         self._mismatch = MismatchWatch()
@@ -152,8 +153,11 @@ class TraceRecorder:
         self._lock = threading.Lock()
 
     def claim_rank(self, wanted: int) -> None:
-        """Before the first row."""
-        self.rank = self._trace.claim(self._pid, wanted)
+        """Before the first row. Taken with it: a process that is refused takes no number from the others."""
+        self._wanted = wanted
+
+    def _claim(self) -> None:
+        self.rank = self._trace.claim(self._pid, self._wanted)
 
     def update_run(self, **fields: Any) -> None:
         """Facts of this process for `run.json`; kept until it is attached."""
@@ -164,6 +168,7 @@ class TraceRecorder:
 
     def open(self) -> None:
         """The process is attached: it has its place in the trace."""
+        self._claim()
         with self._lock:
             self._opened = True
             self._trace.set_rank(self.rank, self._facts)
@@ -171,6 +176,7 @@ class TraceRecorder:
 
     def write(self, frame: Frame) -> None:
         """Append a `batch` frame; durable when it returns. TraceError if the disk or the rows do not allow it."""
+        self._claim()
         table, columns = str(frame["table"]), dict(frame["columns"])
         if table == "signals":
             columns = dict(canonicalize(columns))
