@@ -7,8 +7,6 @@ waited for: tensors are copied on their device, in probed steps only, and read b
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
 from typing import Any, Callable
 
@@ -19,7 +17,7 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.mismatch import ALL, UNKNOWN, Pairs, Row, rollout_rows, signal_values
 from mxprobe.agent.snapshot import event_now
 from mxprobe.agent.taps.batches import BATCH_TAPS, Batch, Ragged, copied
-from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, is_loaded, splice
+from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
 
 EVENT = "logprobs"
@@ -97,38 +95,30 @@ class BatchTaps:
         self._guard = guard
         self._tell_event = tell
         self._on_batch = on_batch
-        self._waiting = list(taps)
-        self._splices: list[Splice] = []
-        self._lock = threading.RLock()
-        self._closed = False
+        self._splices = Splices(
+            taps,
+            self._listen,
+            on_wrapped=lambda tap: self.tell("tap", f"{tap.source} (training batch)"),
+            on_refused=lambda words: self.tell("tap", words),
+            on_error=guard.swallow,
+        )
         self._pid = os.getpid()
         self._told: set[str] = set()
         self._batches: dict[str, list[Batch]] = {}
 
     def ensure_wrapped(self) -> None:
         """Tap what has been imported by now; cheap enough for every step, and never waits."""
-        if self._closed or not self._lock.acquire(blocking=False):
-            return
-        try:
-            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
-                self._waiting.remove(tap)
-                self._wrap(tap)
-        finally:
-            self._lock.release()
+        self._splices.ensure_wrapped()
 
     def unwrap(self) -> None:
         """Give every function back."""
-        with self._lock:
-            self._closed = True
-            self.armed = False
-            for tapped in reversed(self._splices):
-                if not tapped.remove():
-                    self.tell("tap", f"left in place, passing calls on: {tapped.tap.source} was wrapped again")
-            self._splices.clear()
+        self.armed = False
+        for detail in self._splices.give_back():
+            self.tell("tap", detail)
 
     def arm(self) -> None:
         self._batches.clear()
-        self.armed = not self._closed
+        self.armed = not self._splices.closed
 
     def finish(self, computed_in: torch.dtype | None) -> BatchMeasurement | None:
         """What the step that is over has given; None if nothing. Of several sources, the one with most calls.
@@ -141,15 +131,6 @@ class BatchTaps:
             return None
         source = max(batches, key=lambda name: len(batches[name]))
         return BatchMeasurement(source, batches[source], self._clock.step, computed_in)
-
-    def _wrap(self, tap: Tap) -> None:
-        try:
-            self._splices.append(splice(tap, sys.modules[tap.module], self._listen))
-            self.tell("tap", f"{tap.source} (training batch)")
-        except TapNotApplicableError as reason:
-            self.tell("tap", str(reason))
-        except Exception as error:
-            self._guard.swallow(f"tap {tap.source}", error)
 
     def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
         """Always False: sinks that the function calls in turn are to be heard."""

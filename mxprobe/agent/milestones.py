@@ -11,7 +11,6 @@ held in a tensor there is not looked at.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
@@ -20,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, is_loaded, splice
+from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
 from mxprobe.agent.taps.values import scalar
 
@@ -85,11 +84,15 @@ class Milestones:
     def __init__(self, guard: Guard, tell: Tell, taps: tuple[Tap, ...] = TAPS) -> None:
         self._guard = guard
         self._tell = tell
-        self._waiting = list(taps)
-        self._splices: list[Splice] = []
+        self._splices = Splices(
+            taps,
+            self._listen,
+            on_wrapped=lambda tap: None,
+            on_refused=lambda words: tell("tap", words),
+            on_error=guard.swallow,
+        )
         self._noted: dict[str, list[str]] = {}
         self._lock = threading.RLock()
-        self._closed = False
         self._pid = os.getpid()
         self._rates: list[float] = []
 
@@ -105,27 +108,11 @@ class Milestones:
 
     def ensure_wrapped(self) -> None:
         """Tap what has been imported by now; cheap enough for every step, and never waits."""
-        if self._closed or not self._lock.acquire(blocking=False):
-            return
-        try:
-            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
-                self._waiting.remove(tap)
-                try:
-                    self._splices.append(splice(tap, sys.modules[tap.module], self._listen))
-                except TapNotApplicableError as reason:
-                    self._tell("tap", str(reason))
-                except Exception as error:
-                    self._guard.swallow(f"tap {tap.source}", error)
-        finally:
-            self._lock.release()
+        self._splices.ensure_wrapped()
 
     def remove(self) -> None:
         """Give every function back, and tell what was noted since the last boundary."""
-        with self._lock:
-            self._closed = True
-            for tapped in reversed(self._splices):
-                tapped.remove()
-            self._splices.clear()
+        self._splices.give_back()
         self._tell_noted()
 
     def finish(self, optimizer: Optimizer | None) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from typing import Any, Callable
 
-from mxprobe.agent.taps.splice import Splice, TapNotApplicableError, is_loaded, splice
+from mxprobe.agent.taps.splice import is_loaded
+from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.agent.taps.values import is_on_device, scalar
 
@@ -47,10 +47,13 @@ class SignalTaps:
         self._emit = emit
         self._on_error = on_error
         self._on_event = on_event
-        self._waiting = list(taps)
-        self._splices: list[Splice] = []
-        self._lock = threading.RLock()  # an error in here may end the whole session, which unwraps
-        self._closed = False
+        self._splices = Splices(
+            taps,
+            self._listen,
+            on_wrapped=lambda tap: on_event("tap", f"{tap.source} ({_version(tap.package)})"),
+            on_refused=lambda words: on_event("tap", words),
+            on_error=on_error,
+        )
         self._pid = os.getpid()
         self._told: set[str] = set()
         self._last: dict[str, tuple[str, float, int, int]] = {}
@@ -59,24 +62,12 @@ class SignalTaps:
 
     def ensure_wrapped(self) -> None:
         """Tap what has been imported by now; cheap enough for every step, and never waits."""
-        if self._closed or not self._lock.acquire(blocking=False):
-            return
-        try:
-            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
-                if not self._closed:
-                    self._waiting.remove(tap)
-                    self._wrap(tap)
-        finally:
-            self._lock.release()
+        self._splices.ensure_wrapped()
 
     def unwrap(self) -> None:
         """Give every function back; where somebody has wrapped ours since, ours turns into a plain call."""
-        with self._lock:
-            self._closed = True
-            for tapped in reversed(self._splices):
-                if not tapped.remove():
-                    self._on_event("tap", f"left in place, passing calls on: {tapped.tap.source} was wrapped again")
-            self._splices.clear()
+        for detail in self._splices.give_back():
+            self._on_event("tap", detail)
         if self.n_on_device:
             self._on_event("tap", f"{self.n_on_device} values on a device were not recorded")
 
@@ -84,15 +75,6 @@ class SignalTaps:
         """Time spent listening since the last call, in the threads that log."""
         spent, self._spent_ns = self._spent_ns, 0
         return spent
-
-    def _wrap(self, tap: Tap) -> None:
-        try:
-            self._splices.append(splice(tap, sys.modules[tap.module], self._listen))
-            self._on_event("tap", f"{tap.source} ({_version(tap.package)})")
-        except TapNotApplicableError as reason:
-            self._on_event("tap", str(reason))
-        except Exception as error:
-            self._on_error(f"tap {tap.source}", error)
 
     def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
         started = time.perf_counter_ns()
