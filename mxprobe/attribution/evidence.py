@@ -242,12 +242,10 @@ def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]
 
 def _backward(trace: Trace) -> Iterator[Evidence]:
     by = ["module", "role"]
-    parts = [ratios.totals(chunk.to_pandas(), by) for chunk in trace.chunks("tensors", (*by, *OUTPUT_SUMS))]
-    rows = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"role": []})
-    rows = rows[rows["role"].isin([role.value for role in _BACKWARD])]
-    if rows.empty:
+    sums = ratios.sums_of(trace, "tensors", by, OUTPUT_SUMS)
+    sums = sums[sums["role"].isin([role.value for role in _BACKWARD])]
+    if sums.empty:
         return
-    sums = ratios.totals(rows, by)
     error = ratios.output_ratios(sums)["out_error"].groupby(sums["role"].astype(str)).median()
     listing = listed(f"{role} {number(float(value))}" for role, value in error.items())
     yield Evidence(

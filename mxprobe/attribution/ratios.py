@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Phase
+from mxprobe.trace import Trace
 
 ADDITIVE = (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS)
 
@@ -35,6 +36,12 @@ def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     if "amax" in frame.columns:
         sums["amax"] = grouped["amax"].max()
     return sums.reset_index()
+
+
+def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
+    """`totals` over all rows of a table, chunk by chunk; an empty frame with the keys and columns where it has none."""
+    parts = [totals(chunk.to_pandas(), by) for chunk in trace.chunks(table, (*by, *columns))]
+    return totals(pd.concat(parts, ignore_index=True), by) if parts else pd.DataFrame(columns=[*by, *columns])
 
 
 def tensor_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 from mxprobe_kernels.formats import Rule
 
-from . import evidence, words
+from . import evidence, ratios, words
 from .agreement import resample_agreement, with_held_out_gains
 from .coverage import coverage_of
 from .decision import Decision, decide
@@ -79,12 +79,11 @@ def _exclusion(trace: Trace, framework: str) -> Iterator[ExclusionCurve]:
     sensitivity = trace.sensitivity()
     if sensitivity.empty:
         return
-    tensors = trace.table("tensors", ("module", "role", "out_e2"))
-    whatif = trace.table("whatif", ("module", "role", "correction", "out_e2"))
+    modules = trace.modules()
+    tensors = ratios.sums_of(trace, "tensors", ("module", "role"), ("out_e2",))
+    whatif = ratios.sums_of(trace, "whatif", ("module", "role", "correction"), ("out_e2",))
     for keep in (BF16, MXFP8):
-        curve = exclusion_curve(
-            sensitivity, trace.modules(), keep=keep, tensors=tensors, whatif=whatif, framework=framework
-        )
+        curve = exclusion_curve(sensitivity, modules, keep=keep, tensors=tensors, whatif=whatif, framework=framework)
         if curve is not None:
             yield curve
 
