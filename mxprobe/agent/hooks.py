@@ -106,7 +106,7 @@ class ModuleProbe:
         rows = 2 * self._max_rows * (in_features + 2 * out_features)
         weight = min(out_features, self._max_features) * in_features
         weight += min(in_features, self._max_features) * out_features
-        return (rows + weight) * 4
+        return (rows + 2 * weight) * 4  # the weight with gradient and without
 
     def finish_step(self) -> None:
         """The optimizer has stepped: send what is still held, and disarm."""

@@ -181,28 +181,24 @@ class NoiseState:
     """Turns what the steps show into events, each told when it begins and when it ends. Called by the worker only."""
 
     def __init__(self) -> None:
-        self._noisy: set[tuple[str, str]] = set()
+        self._noisy: set[str] = set()
 
     def of_linear(self, module: str, phase: str, found: Change | None) -> str:
         """The detail of an event, or an empty string."""
         what = f"{module} {phase}"
-        return self._tell(what, phase, f"{what}: weights differ from the trainer's own by ", found)
+        return self._tell(what, f"{what}: weights differ from the trainer's own by ", found)
 
     def of_norms(self, phase: str, found: Mapping[str, Change | None]) -> str:
         """One event for all norms of a phase."""
         changed = sorted((c for c in found.values() if c is not None), key=lambda c: c.sigma)
         what = f"norms {phase}"
         start = f"{what}: the weights of {len(changed)} of {len(found)} norms differ from the trainer's own by "
-        return self._tell(what, phase, start, changed[len(changed) // 2] if changed else None)
+        return self._tell(what, start, changed[len(changed) // 2] if changed else None)
 
-    def _tell(self, what: str, phase: str, start: str, found: Change | None) -> str:
-        key = (what, phase)
+    def _tell(self, what: str, start: str, found: Change | None) -> str:
+        was_noisy = what in self._noisy
         if found is None:
-            if key not in self._noisy:
-                return ""
-            self._noisy.discard(key)
-            return f"{what}: the trainer's own weights again"
-        if key in self._noisy:
-            return ""
-        self._noisy.add(key)
-        return start + found.words
+            self._noisy.discard(what)
+            return f"{what}: the trainer's own weights again" if was_noisy else ""
+        self._noisy.add(what)
+        return "" if was_noisy else start + found.words
