@@ -23,7 +23,6 @@ from mxprobe_kernels import Decomposition, apply_correction, decompose, error_fi
 from mxprobe_kernels.formats import get_format
 
 from .lines import evenly
-from .safetensors_file import BITS
 from .weights import Weight
 
 SLAB_ELEMENTS = 1 << 22
@@ -81,10 +80,7 @@ def measure_weight(
 
 
 def _slabs(weight: Weight, matrix: int, settings: MeasureSettings) -> Iterator[tuple[torch.Tensor, int]]:
-    """Whole rows in multiples of the block, so that no block of either direction is cut; a tensor scale wants all.
-
-    A slab is good until the next but one is asked for: they share two buffers.
-    """
+    """Whole rows in multiples of the block, so that no block of either direction is cut; a tensor scale wants all."""
     format = get_format(settings.format)
     height = max(SLAB_ELEMENTS // max(weight.n_columns, 1) // format.block, 1) * format.block
     if format.tensor_scale:
@@ -92,13 +88,8 @@ def _slabs(weight: Weight, matrix: int, settings: MeasureSettings) -> Iterator[t
     begin = matrix * weight.n_rows
     starts = range(0, weight.n_rows, height)
 
-    n_bytes = min(height, weight.n_rows) * weight.n_columns * BITS[weight.entry.dtype] // 8
-    buffers = [torch.empty(n_bytes, dtype=torch.uint8) for _ in starts[:2]]
-
     def read(first: int) -> torch.Tensor:
-        last = min(first + height, weight.n_rows)
-        buffer = buffers[first // height % 2]
-        return weight.file.read_rows(weight.entry, begin + first, begin + last, buffer)
+        return weight.file.read_rows(weight.entry, begin + first, begin + min(first + height, weight.n_rows))
 
     # The next slab is read while this one is measured.
     with ThreadPoolExecutor(1) as reader:
