@@ -18,7 +18,7 @@ from mxprobe.attribution.gaussian import gaussian_reference
 from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.attribution.thresholds import Thresholds
 from mxprobe.schema import Component, Rule
-from mxprobe_kernels.formats import DEFAULT_WHATIFS
+from mxprobe_kernels.formats import CHANNEL_WHATIFS, DEFAULT_WHATIFS
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ def diagnose(
     *,
     rule: str = "rceil",
     dim: int = -1,
-    corrections: Sequence[str] = DEFAULT_WHATIFS,
+    corrections: Sequence[str] = (*DEFAULT_WHATIFS, *CHANNEL_WHATIFS),
     thresholds: Thresholds | None = None,
 ) -> Diagnosis:
     """Decompose the MXFP4 error of one tensor and score corrections on it.

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Optional
 
 from mxprobe.schema import DEFAULT_ARMS
-from mxprobe_kernels.formats import DEFAULT_WHATIFS
+from mxprobe_kernels.formats import CHANNEL_WHATIFS, DEFAULT_WHATIFS
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -65,7 +65,7 @@ class AgentConfig:
     format: str = "mxfp4"
     rule: str = "rceil"
     """Rule of the hypothetical quantizer in `tensors` and `whatif`; the run's own is inferred, see `outputs`."""
-    whatifs: tuple[str, ...] = DEFAULT_WHATIFS
+    whatifs: tuple[str, ...] = (*DEFAULT_WHATIFS, *CHANNEL_WHATIFS)
     max_rows: int = 512
     """Rows of X and G measured per module and probed step; more are sampled."""
     max_features: int = 512

@@ -6,6 +6,7 @@ Q is MXFP4 under the given scale rule; blocks of 32 along `dim`.
     mbs:B                Q(f x) / f          f = 1 + m8 / 256, m8 the top 8 mantissa bits of fp32(6 / amax_B)
     of:alpha             Q(x) + alpha Q(x - Q(x))
     had:N                H^T Q(H x)          H a randomised, normalised Hadamard rotation of N elements
+    channels:k           Q(x), and Q(x) + Q(x - Q(x)) on the k % of channels with most ||x - Q(x)||^2
     nvfp4                16-blocks, E4M3 block scales, one fp32 scale for the tensor
     nvfp4_4over6         the same, each block's amax mapped to 6 or to 4, by squared error
     mxfp4_4over6         each block's scale by the rule or by `floor`, by squared error
@@ -49,6 +50,8 @@ def apply_correction(
         return _macro_block_scaling(x, _positive_integer(parsed, multiple_of=MXFP4.block), base, dim)
     if kind is CorrectionKind.OUTLIER_FALLBACK:
         return _outlier_fallback(x, float(parameter or 0.0), base, dim)
+    if kind is CorrectionKind.CHANNEL_RESIDUAL:
+        return _channel_residual(x, _percent(parsed), base, dim)
     if kind is CorrectionKind.HADAMARD:
         return _hadamard(x, _power_of_two(parsed), base, dim)
     format = parsed.format
@@ -84,6 +87,31 @@ def _outlier_fallback(x: torch.Tensor, alpha: float, rule: Rule, dim: int) -> to
     residual = (blocks - first).float()
     second, _ = quantized(residual, MXFP4, rule, torch.float64)
     return from_blocks((first + alpha * second).float(), shape)
+
+
+def _channel_residual(x: torch.Tensor, percent: float, rule: Rule, dim: int) -> torch.Tensor:
+    """QUADS (arXiv 2607.15810): the chosen channels' residual, gathered, is the operand of a second, short GEMM.
+
+    Blocks of the second pass are 32 of the chosen channels, in their order. At least one channel is chosen; of
+    channels with equal error energy the first.
+    """
+    blocks, shape = to_blocks(x, dim, MXFP4.block)
+    first, _ = quantized(blocks, MXFP4, rule, torch.float64)
+    width = shape.moved[-1]
+    n_rows, padded = len(blocks), blocks.shape[1] * MXFP4.block
+    q = first.reshape(n_rows, padded).clone()
+    # Excluded blocks have no residual: a NaN among the gathered channels would take their neighbours along.
+    residual = (blocks.reshape(n_rows, padded) - q).nan_to_num(0.0, 0.0, 0.0)
+    order = residual[:, :width].square().sum(0).argsort(descending=True, stable=True)
+    chosen = order[: channels_of(percent, width)].sort().values
+    second, _ = quantized(pad_rows(residual[:, chosen].float(), MXFP4.block), MXFP4, rule, torch.float64)
+    q[:, chosen] += second.reshape(n_rows, second.shape[1] * MXFP4.block)[:, : len(chosen)]
+    return from_blocks(q.float().reshape(first.shape), shape)
+
+
+def channels_of(percent: float, width: int) -> int:
+    """How many of `width` channels `percent` of them are: rounded down, at least one where there is any."""
+    return min(max(int(width * percent / 100.0), 1), width)
 
 
 def _hadamard(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
@@ -126,6 +154,13 @@ def _positive_integer(correction: Correction, multiple_of: int) -> int:
     value = correction.parameter
     if not isinstance(value, int) or value <= 0 or value % multiple_of:
         raise ValueError(f"correction {correction}: the block must be a positive multiple of {multiple_of}")
+    return value
+
+
+def _percent(correction: Correction) -> float:
+    value = float(correction.parameter or 0.0)
+    if not 0.0 < value <= 100.0:
+        raise ValueError(f"correction {correction}: the percentage of channels must be above 0 and at most 100")
     return value
 
 

@@ -171,6 +171,8 @@ class CorrectionKind(str, Enum):
     """A second pass on the residual, weighted by alpha: `of:0.5`."""
     HADAMARD = "had"
     """Random Hadamard rotation of that size before quantizing: `had:32`."""
+    CHANNEL_RESIDUAL = "channels"
+    """A second pass on the residual of the channels with most error, so many percent of them: `channels:5`."""
     NVFP4 = "nvfp4"
     NVFP4_4OVER6 = "nvfp4_4over6"
     MXFP4_4OVER6 = "mxfp4_4over6"
@@ -190,7 +192,9 @@ _PARAMETRIC = {
     CorrectionKind.MACRO_BLOCK_SCALING,
     CorrectionKind.OUTLIER_FALLBACK,
     CorrectionKind.HADAMARD,
+    CorrectionKind.CHANNEL_RESIDUAL,
 }
+_FRACTIONAL = {CorrectionKind.OUTLIER_FALLBACK, CorrectionKind.CHANNEL_RESIDUAL}
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,7 @@ class Correction:
         if kind is CorrectionKind.RULE:
             return cls(kind, get_rule(value))
         try:
-            number: int | float = float(value) if kind is CorrectionKind.OUTLIER_FALLBACK else int(value)
+            number: int | float = float(value) if kind in _FRACTIONAL else int(value)
         except ValueError:
             raise ValueError(f"correction {text!r}: {value!r} is not a number") from None
         if number <= 0:
@@ -239,8 +243,8 @@ class Correction:
 
     @property
     def needs_whole_tensor(self) -> bool:
-        """True where a scale of the whole tensor is applied first: a part of it is quantized otherwise."""
-        return self.format is not None and self.format.tensor_scale
+        """True where a part of the tensor is quantized otherwise than the whole: a scale or a ranking of all of it."""
+        return self.kind is CorrectionKind.CHANNEL_RESIDUAL or (self.format is not None and self.format.tensor_scale)
 
 
 DEFAULT_WHATIFS: tuple[str, ...] = (
@@ -260,3 +264,6 @@ DEFAULT_WHATIFS: tuple[str, ...] = (
     "mxfp8",
 )
 """The corrections that a probed step scores on the tensors at hand."""
+
+CHANNEL_WHATIFS: tuple[str, ...] = ("channels:1", "channels:5", "channels:10")
+"""Scored beside them, never named: no engine has it as an option yet."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mxprobe_kernels.corrections import channels_of
 from mxprobe_kernels.torch_backend import ErrorFields
 
 TOP_PERCENT = (1, 5, 10)
@@ -39,7 +40,7 @@ def block_row(fields: ErrorFields) -> Row:
     underflow = zeroed.sum(-1).to(x.dtype) / n * used
     pairs = torch.stack((crest, crest.square(), underflow, underflow.square(), crest * underflow))
     channels = fields.e.square().sum(0).sort(descending=True).values
-    tops = [channels[: max(width * k // 100, 1)].sum() for k in TOP_PERCENT]
+    tops = [channels[: channels_of(k, width)].sum() for k in TOP_PERCENT]
     values = torch.cat((pairs.flatten(1).sum(1), torch.stack((used.sum().to(x.dtype), channels.sum(), *tops)))).tolist()
     sums = dict(zip((*_NAMES, "n_blocks", "sum_e2", *(f"sum_e2_top{k}" for k in TOP_PERCENT)), values))
     return {**sums, "n_blocks": int(sums["n_blocks"])}

@@ -30,7 +30,8 @@ from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
 KEEP = CorrectionKind.KEEP_HIGH_PRECISION.value
-_NEVER = f"{CorrectionKind.RULE}:{Rule.FLOOR_DIV}"  # a bug's signature, not a remedy
+_NEVER = (f"{CorrectionKind.RULE}:{Rule.FLOOR_DIV}", f"{CorrectionKind.CHANNEL_RESIDUAL}:")
+"""A bug's signature, not a remedy; and what ranks channels by the error it is then scored on, and no engine has."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def judged(score: CorrectionScore, thresholds: Thresholds) -> CorrectionScore:
     """The score with `is_eligible` set."""
     eligible = (
         not score.is_active
-        and score.correction != _NEVER
+        and not score.correction.startswith(_NEVER)
         and score.gain >= thresholds.min_gain
         and score.gain_low > thresholds.min_gain_low
         and score.recovery >= thresholds.min_recovery

@@ -32,6 +32,11 @@ def cost_of(correction: str) -> Cost:
         return Cost(0.1, MXFP4_BITS, "a rotation of this operand and of the one it meets")
     if kind is CorrectionKind.OUTLIER_FALLBACK:
         return Cost(1.0, 2.0 * MXFP4_BITS, "a second GEMM on the residual")
+    if kind is CorrectionKind.CHANNEL_RESIDUAL and isinstance(parameter, (int, float)):
+        share = parameter / 100.0
+        return Cost(
+            share, MXFP4_BITS * (1.0 + share), "a second GEMM on these channels, gathered; no engine has it yet"
+        )
     if kind is CorrectionKind.NVFP4:
         return Cost(0.0, 4.5, "another format: needs NVFP4 hardware or emulation")
     if kind is CorrectionKind.NVFP4_4OVER6:

@@ -31,11 +31,13 @@ def correction_words(correction: str) -> str:
     """`of:0.5` -> `outlier fallback (alpha 0.5)`."""
     parsed = Correction.parse(correction)
     parameter = parsed.parameter
+    share = parameter if isinstance(parameter, (int, float)) else 0.0
     return {
         CorrectionKind.RULE: f"scale rule {parameter}",
         CorrectionKind.MACRO_BLOCK_SCALING: f"macro-block scaling ({parameter})",
         CorrectionKind.OUTLIER_FALLBACK: f"outlier fallback (alpha {parameter})",
         CorrectionKind.HADAMARD: f"random Hadamard rotation ({parameter})",
+        CorrectionKind.CHANNEL_RESIDUAL: f"a second pass on {share:g} % of the channels",
         CorrectionKind.NVFP4: "NVFP4",
         CorrectionKind.NVFP4_4OVER6: "NVFP4 with Four-over-Six",
         CorrectionKind.MXFP4_4OVER6: "the better of two scales for each block",

@@ -15,6 +15,7 @@ _WORDS: dict[CorrectionKind, str] = {
     CorrectionKind.MACRO_BLOCK_SCALING: "macro-block scaling over {}",
     CorrectionKind.OUTLIER_FALLBACK: "outlier fallback, α = {}",
     CorrectionKind.HADAMARD: "Hadamard rotation of {}",
+    CorrectionKind.CHANNEL_RESIDUAL: "second pass on {:g} % of the channels",
     CorrectionKind.NVFP4: "NVFP4 blocks of 16",
     CorrectionKind.NVFP4_4OVER6: "NVFP4 with Four-over-Six",
     CorrectionKind.MXFP4_4OVER6: "the better of two scales for each block",

@@ -9,9 +9,11 @@ import torch
 
 import mxprobe_kernels
 from mxprobe.agent.block_statistics import TOP_PERCENT, block_row
-from mxprobe.agent.operands import Operand, measure_operand
+from mxprobe.agent.operands import Operand, measure_corrections, measure_operand
 from mxprobe.attribution.neighbours import alignments, block_ratios, bucket_ratio, bucket_ratios
+from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.schema import TABLES, Role
+from mxprobe_kernels.formats import CHANNEL_WHATIFS, Correction
 
 PLACE = {"step": 1, "module": "up", "role": "x_fwd", "phase": "train"}
 
@@ -103,3 +105,60 @@ def test_independent_errors_align_like_chance_and_aligned_ones_do_not():
 
     assert found(x) == pytest.approx({"x_fwd": 1.0, "w_fwd": 1.0}, abs=0.1)
     assert found(aligned)["w_fwd"] > 1.15
+
+
+def second_pass(x: torch.Tensor, k: float) -> torch.Tensor:
+    """The definition, written out: gather the k % of channels with most error, quantize their residual, add it."""
+    q = mxprobe_kernels.quantize_dequantize(x)[0]
+    residual = x - q
+    worst = residual.double().square().sum(0).argsort(descending=True, stable=True)[: max(int(x.shape[1] * k / 100), 1)]
+    at = worst.sort().values
+    q[:, at] += mxprobe_kernels.quantize_dequantize(residual[:, at].contiguous())[0]
+    return q
+
+
+@pytest.mark.parametrize("k", [1.0, 5.0, 12.5, 100.0])
+def test_a_second_pass_on_some_channels_against_its_definition(k: float):
+    x = normal(64, 330) * torch.logspace(-1, 1, 330)
+    found = mxprobe_kernels.apply_correction(x, f"channels:{k:g}")
+    assert torch.equal(found, second_pass(x, k))
+    assert torch.equal(mxprobe_kernels.apply_correction(x.T.contiguous(), f"channels:{k:g}", dim=0), found.T)
+    x[3, 7] = float("nan")
+    spoilt = mxprobe_kernels.apply_correction(x, f"channels:{k:g}")
+    assert spoilt[3, :32].isnan().all()  # its block, and nothing else
+    assert int(spoilt.isnan().sum()) == 32
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0), (1, 7), (5,)])
+def test_a_second_pass_survives_odd_shapes(shape: tuple[int, ...]):
+    for correction in CHANNEL_WHATIFS:
+        assert mxprobe_kernels.apply_correction(torch.ones(shape), correction).shape == shape
+
+
+@pytest.mark.parametrize("text", ["channels", "channels:0", "channels:-1", "channels:101", "channels:x"])
+def test_a_wrong_share_of_channels_is_answered_in_words(text: str):
+    with pytest.raises(ValueError, match="channels"):
+        mxprobe_kernels.apply_correction(torch.ones(2, 32), text)
+
+
+def test_a_second_pass_mends_what_coverage_promises_and_is_never_named():
+    """Three channels of 320 hold nearly all of the error: 1 % of a GEMM removes it; on an even tensor it does not."""
+    even, coarse = normal(64, 320), normal(64, 320)
+    coarse[:, :3] *= 100.0
+    measured = [
+        measure_operand(Operand(Role.X_FWD, x, normal(320, 16), 1.0, 64), format="mxfp4", rule="rceil")
+        for x in (even, coarse)
+    ]
+    for x, one, rows in zip((even, coarse), measured, measure_corrections(measured, CHANNEL_WHATIFS), strict=True):
+        for row in rows:
+            k = Correction.parse(row["correction"]).parameter
+            covered = ratios(x)[f"coverage_{k:g}"]
+            assert row["sum_e2"] == pytest.approx(float((second_pass(x, float(k)) - x).double().square().sum()))
+            gain = 1.0 - row["sum_e2"] / one.row["sum_e2"]
+            assert 0.95 * covered < gain <= covered
+        assert (gain > 0.9) == (x is coarse)
+        after = {row["correction"]: row for row in rows}
+        judged = judge_tensor(one.row, after)
+        assert not any(name.startswith("channels:") for name in judged.chosen)
+        costs = {score.correction: score.cost_gemm for score in judged.scores}
+        assert costs["channels:5"] == pytest.approx(0.05)
