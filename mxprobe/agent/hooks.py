@@ -174,9 +174,12 @@ class ModuleProbe:
             return
         if output.requires_grad and snapshot.with_operands:
             self._train = snapshot
-            _own_tensor(output).register_hook(self._gradient_hook(snapshot))
+            self._expect_gradient(snapshot, output)
         else:
             self._send(snapshot)
+
+    def _expect_gradient(self, snapshot: Snapshot, output: torch.Tensor) -> None:
+        own_tensor(output).register_hook(self._gradient_hook(snapshot))
 
     def _gradient_hook(self, snapshot: Snapshot) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
@@ -294,7 +297,7 @@ def _rows(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _own_tensor(output: torch.Tensor) -> torch.Tensor:
+def own_tensor(output: torch.Tensor) -> torch.Tensor:
     """The tensor whose gradient is the output's, whatever is done to the output in place afterwards.
 
     A view of a part of something larger is returned as it is.

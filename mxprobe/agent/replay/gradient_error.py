@@ -34,9 +34,10 @@ _NO_HALVES: Row = dict.fromkeys(_HALVES, float("nan"))
 def gradient_error(gemm: str, left: ErrorFields, right: ErrorFields) -> Iterator[Row]:
     """One row of table `gradients` per component: its sums, `gemm` and `component`, without when and where.
 
-    left [M, C], right [N, C]: the decomposition of the operands, C the contraction axis of the product.
+    left [..., M, C], right [..., N, C]: the decomposition of the operands, C the contraction axis of the product;
+    of several products (one per expert) the sums.
     """
-    exact = left.x @ right.x.T
+    exact = left.x @ right.x.mT
     halves = _halves(left.x, right.x, exact) if gemm == WGRAD else _NO_HALVES
     parts = (
         ("total", left.e, right.e),
@@ -45,17 +46,17 @@ def gradient_error(gemm: str, left: ErrorFields, right: ErrorFields) -> Iterator
         ("grid", left.e_grid, right.e_grid),
     )
     for component, e_left, e_right in parts:
-        error = e_left @ (right.x + e_right).T + left.x @ e_right.T
+        error = e_left @ (right.x + e_right).mT + left.x @ e_right.mT
         values = torch.stack([_dot(exact, exact), _dot(error, error), _dot(exact, error)]).tolist()
         yield {"gemm": gemm, "component": component, **dict(zip(_SUMS, values)), **halves}
 
 
 def _halves(left: torch.Tensor, right: torch.Tensor, exact: torch.Tensor) -> Row:
     """Of whole 32-token tiles; NaN where there is but one."""
-    middle = left.shape[1] // (2 * TILE) * TILE
+    middle = left.shape[-1] // (2 * TILE) * TILE
     if middle == 0:
         return _NO_HALVES
-    a = left[:, :middle] @ right[:, :middle].T
+    a = left[..., :middle] @ right[..., :middle].mT
     b = exact - a
     return dict(zip(_HALVES, torch.stack([_dot(a, a), _dot(b, b), _dot(a, b)]).tolist()))
 
