@@ -1,7 +1,8 @@
 """One forward pass of a root module, kept so that it can be run again: its arguments, random state and autocast.
 
 Arguments are tensors (cloned) in lists, tuples and dictionaries, and plain values. Anything else could be changed by
-a second forward (a key-value cache), and such a call is refused. So are models whose forward communicates.
+a second forward (a key-value cache), and such a call is refused. So are models whose forward communicates; FSDP2's does
+not in a replay (`sharded`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch import nn
 
 from mxprobe.agent.guard import is_plain, leave_dispatch_modes, undisturbed
 from mxprobe.agent.replay.preserve import RandomState, preserved
+from mxprobe.agent.replay.sharded import NotWholeError, WholeParameters, is_sharded
 
 MAX_ARGUMENT_BYTES = 1 << 30
 """Arguments larger than this are not copied: they are no token ids."""
 
 _PLAIN_VALUES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
-_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "PipelineStage")
+_SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineStage")
 
 
 class NotReplayableError(Exception):
@@ -41,6 +43,8 @@ class Call:
     device_type: str
     autocast_dtype: torch.dtype | None
     """None where autocast was off."""
+    whole: WholeParameters | None = None
+    """Copies of sharded parameters; None where none are sharded."""
 
     def argument(self, name: str) -> Any:
         """The argument of that name, passed by keyword or by position; None if there is none."""
@@ -60,13 +64,23 @@ def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Dispatches copies to the device and does not wait for them.
     """
     module = replay_target(root)
+    whole = _whole_parameters(module)
     device_type = next((p.device for p in module.parameters()), torch.device("cpu")).type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     budget = _Budget()
     with undisturbed(device_type):
         copied_args = tuple(budget.copy(value, f"argument {index}") for index, value in enumerate(args))
         copied_kwargs = {name: budget.copy(value, name) for name, value in kwargs.items()}
-    return Call(module, copied_args, copied_kwargs, RandomState.now(module), device_type, autocast)
+    return Call(module, copied_args, copied_kwargs, RandomState.now(module), device_type, autocast, whole)
+
+
+def _whole_parameters(module: nn.Module) -> WholeParameters | None:
+    if not any(is_sharded(inner) for inner in module.modules()):
+        return None
+    try:
+        return WholeParameters(module)
+    except NotWholeError as error:
+        raise NotReplayableError(str(error)) from None
 
 
 def replay_target(root: nn.Module) -> nn.Module:
@@ -76,10 +90,11 @@ def replay_target(root: nn.Module) -> nn.Module:
     """
     module = root
     is_replicated = any(type(each).__name__ == "DistributedDataParallel" for each in (root, *root.children()))
-    if _world_size() > 1 and not is_replicated:
+    is_fully_sharded = any(is_sharded(each) for each in root.modules())
+    if _world_size() > 1 and not is_replicated and not is_fully_sharded:
         raise NotReplayableError(
-            f"the run has {_world_size()} ranks and its model is not DistributedDataParallel, "
-            "so that its forward may communicate"
+            f"the run has {_world_size()} ranks and its model is neither DistributedDataParallel nor sharded by "
+            "fully_shard, so that its forward may communicate"
         )
     while type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         inner: Any = module._orig_mod if type(module).__name__ == "OptimizedModule" else module.module
@@ -90,9 +105,10 @@ def replay_target(root: nn.Module) -> nn.Module:
             raise NotReplayableError(f"{type(inner).__name__} gathers parameters from other ranks in its forward")
         if isinstance(inner, nn.SyncBatchNorm):
             raise NotReplayableError("SyncBatchNorm communicates with other ranks in its forward")
+    sharded = {id(p) for inner in module.modules() if is_sharded(inner) for p in inner.parameters()}
     for parameter in module.parameters():
-        if not is_plain(parameter) and hasattr(parameter, "device_mesh"):
-            raise NotReplayableError("its parameters are sharded over ranks (DTensor)")
+        if not is_plain(parameter) and hasattr(parameter, "device_mesh") and id(parameter) not in sharded:
+            raise NotReplayableError("its parameters are sharded over ranks (DTensor), not by fully_shard")
     return module
 
 
@@ -136,8 +152,19 @@ def replayed(call: Call, *, gradient: bool) -> Generator[None, None, None]:
             stack.enter_context(leave_modes())
         dtype = call.autocast_dtype
         stack.enter_context(torch.autocast(call.device_type, dtype, enabled=dtype is not None, cache_enabled=False))
+        if call.whole is not None:
+            stack.enter_context(_whole(call.whole))
         stack.enter_context(preserved(call.module, call.random))
         yield
+
+
+@contextmanager
+def _whole(parameters: WholeParameters) -> Generator[None, None, None]:
+    try:
+        with parameters.in_place():
+            yield
+    except NotWholeError as error:
+        raise NotReplayableError(str(error)) from None
 
 
 def forward(call: Call) -> Any:

@@ -7,6 +7,7 @@ kind `sensitivity` says why.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
@@ -22,6 +23,7 @@ from mxprobe.agent.replay.gradient_probes import probe_gradients
 from mxprobe.agent.replay.paths import Floor, measure_floor
 from mxprobe.agent.replay.policy import PolicyGradient, PolicyOutput, find_policy
 from mxprobe.agent.replay.sensitivity import Sensitivity, measure_sensitivity
+from mxprobe.agent.replay.sharded import NotWholeError, is_sharded
 from mxprobe.agent.sampling import seed_of
 from mxprobe.protocol import AgentConfig
 
@@ -53,6 +55,7 @@ class Replays:
         self._given_up = False
         self._unsuited: set[int] = set()
         self._told: set[str] = set()
+        self._pid = os.getpid()
         self.forget()
 
     @property
@@ -75,6 +78,8 @@ class Replays:
         for root in roots:
             handles.append(root.register_forward_pre_hook(self._on_enter, with_kwargs=True))
             handles.append(root.register_forward_hook(self._on_leave))
+            sharded = [module for module in root.modules() if is_sharded(module) and module is not root]
+            handles += [module.register_forward_pre_hook(self._on_gathered) for module in sharded]
         return handles
 
     def plan(self, *, affordable: bool = True) -> None:
@@ -89,17 +94,37 @@ class Replays:
     def _on_enter(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not self._wanted or self._call is not None:
             return
-        if id(root) in self._unsuited or not torch.is_grad_enabled() or in_backward():
+        if id(root) in self._unsuited or not torch.is_grad_enabled() or in_backward() or os.getpid() != self._pid:
             return
         started = time.perf_counter_ns()
         try:
             self._entered = capture(root, args, kwargs) if self._modules else None
             self._micro_step = max(self._clock.micro_step, 0)
+            self._copy_gathered(root)
         except NotReplayableError as error:
             self._give_up(str(error))
         except Exception as error:
             self._fail("capturing a call", error)
         self._clock.hook_ns += time.perf_counter_ns() - started
+
+    def _on_gathered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """FSDP has just put this module's parameters together."""
+        if torch.compiler.is_compiling() or self._entered is None or in_backward():
+            return
+        started = time.perf_counter_ns()
+        try:
+            self._copy_gathered(module)
+        except Exception as error:
+            self._fail("copying gathered parameters", error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
+
+    def _copy_gathered(self, module: nn.Module) -> None:
+        if self._entered is None or self._entered.whole is None:
+            return
+        try:
+            self._entered.whole.take(module)
+        except NotWholeError as error:
+            self._give_up(str(error))
 
     def _on_leave(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call, self._entered = self._entered, None
