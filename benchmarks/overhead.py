@@ -1,12 +1,18 @@
 """What attaching costs the run, as ratios measured in one go.
 
-    python benchmarks/overhead.py [--pairs 5] [--steps 20]     main-thread CPU time of a model with steps of a second
+    python benchmarks/overhead.py [--pairs 3] [--window 12]    main-thread CPU time of a model with steps of a second
     python benchmarks/overhead.py --demo [--pairs 3]           wall time of the demo's GRPO job
 
-The first attaches to a running process and detaches again, over and over, with the default schedule. Each pair holds
-the steps with mxprobe (from its second on: the first is the one it watches) against as many without, right after them.
-One step of the first is probed, weights included; the default schedule probes one in 50, so that its cost is that of
-the steps not probed, and a fiftieth of what the probed one costs more. Intervals are Student's t over pairs.
+The first attaches to a running process and detaches again, over and over: stretches without mxprobe before and after
+each attach give the base that it is held against, so that a drift of the machine cancels. What the default schedule
+does in 200 steps (one probe with weights, three without, one replay for sensitivity) is brought about in a few dozen
+by two attaches: one probes every `--window` steps, the other replays after as many. The cost of an event is what its
+step, and the steps beside the thread that measures it, took beyond the base; the other steps give what being attached
+costs by itself. Then
+
+    overhead = attached by itself + (weights probe + 3 probes + sensitivity) / 200 steps
+
+Intervals are Student's t over pairs.
 
 The second runs the job with and without, each pair back to back, and prints the share of the step spent in our hooks
 as mxprobe measures it itself.
@@ -23,7 +29,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import pandas as pd
 
 from mxprobe.demo.runner import PROBE_EVERY, Scenario, job_command, read_steps, running
 from mxprobe.protocol import AgentConfig
@@ -34,6 +43,10 @@ SCHEDULES = {
     f"default (every {DEFAULT.every}, weights every {DEFAULT.weights_every})": (DEFAULT.every, DEFAULT.weights_every),
     f"demo (every {PROBE_EVERY}, weights every {PROBE_EVERY})": (PROBE_EVERY, PROBE_EVERY),
 }
+PERIOD = DEFAULT.weights_every
+EVENTS = {"weights": 1, "probe": PERIOD // DEFAULT.every - 1, "sensitivity": PERIOD // DEFAULT.sensitivity_every}
+"""What costs, and how often it comes in `PERIOD` steps."""
+IDLE_NS = 1_000_000
 T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 """Student's t by degrees of freedom."""
 
@@ -68,6 +81,10 @@ while True:
 """
 
 
+Steps = dict[int, tuple[float, float]]
+"""Step -> (CPU seconds of the main thread, seconds)."""
+
+
 class Target:
     """A model that trains until it is killed."""
 
@@ -75,8 +92,7 @@ class Target:
         self.process = process
         self._out = out
 
-    def steps(self) -> dict[int, tuple[float, float]]:
-        """Step -> (CPU seconds of the main thread, seconds)."""
+    def steps(self) -> Steps:
         lines = self._out.read_text().splitlines() if self._out.exists() else []
         complete = [line.split() for line in lines if line.count(" ") == 2]
         return {int(step): (float(cpu_s), float(wall_s)) for step, cpu_s, wall_s in complete}
@@ -95,33 +111,96 @@ def mxprobe(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "mxprobe", *arguments], check=True, capture_output=True)
 
 
-def measure_pair(target: Target, trace: Path, n_steps: int) -> tuple[float, float, float]:
-    """(CPU ratio attached / not, the same of steps not probed, share of the step time in hooks by our own account)."""
+@dataclass
+class Pair:
+    """Of one round of both attaches; costs in base steps, ratios less one."""
+
+    costs: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in EVENTS})
+    between: list[float] = field(default_factory=list)
+    """Steps of an attached run that nothing is measured in or beside."""
+    hooked: list[float] = field(default_factory=list)
+    """The same where hooks are in: a run of which it is not yet known whether it generates."""
+
+    @property
+    def overhead(self) -> float:
+        events = sum(n * statistics.mean(self.costs[name]) for name, n in EVENTS.items())
+        return statistics.mean(self.between) + events / PERIOD
+
+
+def busy_steps(overhead: pd.DataFrame) -> dict[int, int]:
+    """Step -> the probed step that it is, or whose measuring it ran beside."""
+    found: dict[int, int] = {}
+    for step, row in overhead[overhead.measure_ns > IDLE_NS].iterrows():
+        until = row.time_ns + row.measure_ns
+        beside = overhead[(overhead.time_ns > row.time_ns) & (overhead.time_ns - overhead.step_ns < until)]
+        found.update(dict.fromkeys([step, *beside.index], step))
+    return found
+
+
+def account(pair: Pair, overhead: pd.DataFrame, steps: Steps, base_s: float, replayed: set[int]) -> None:
+    """Book the steps of one attach to what they were for."""
+    busy = busy_steps(overhead)
+    costs: dict[int, float] = {}
+    first = int(overhead.index[0])
+    for step in map(int, overhead.index):
+        ratio = steps[step][0] / base_s - 1
+        if step in busy or step in replayed:
+            event = busy.get(step, step)
+            costs[event] = costs.get(event, 0.0) + ratio
+        else:
+            (pair.hooked if overhead.hooked[step] else pair.between).append(ratio)
+    for event, cost in costs.items():
+        name = "sensitivity" if event in replayed else "weights" if event == first else "probe"
+        pair.costs[name].append(cost)
+
+
+def attached(target: Target, trace: Path, n_steps: int, options: Sequence[str]) -> pd.DataFrame:
+    """Table `overhead` of one attach of so many steps, by step."""
     pid = str(target.process.pid)
-    mxprobe("attach", pid, "-o", str(trace), "--background")
-    last = target.wait_for(n_steps + 2)
+    mxprobe("attach", pid, "-o", str(trace), "--background", *options)
+    last = target.wait_for(n_steps + 1)
     mxprobe("detach", pid)
-    first_alone = target.wait_for(1) + 1
+    overhead = open_trace(trace).overhead().set_index("step").loc[:last].iloc[:n_steps]
+    # The agent keeps its hooks in until the end of a first period in which nothing was generated.
+    every = int(options[options.index("--every") + 1])
+    return overhead.assign(hooked=overhead.index < overhead.index[0] + every)
+
+
+def alone(target: Target, n_steps: int) -> range:
+    """So many whole steps without mxprobe."""
+    first = target.wait_for(1) + 1
     target.wait_for(n_steps + 1)
-    overhead = open_trace(trace).overhead().set_index("step")
-    steps = target.steps()
-    attached = [step for step in overhead.index if step <= last][:n_steps]
-    base = statistics.mean(steps[step][0] for step in range(first_alone, first_alone + n_steps))
-    probed = [steps[step][0] / base for step in attached if overhead.probed[step]]
-    quiet = statistics.mean(steps[step][0] / base for step in attached if not overhead.probed[step])
-    share = float(overhead.probe_ns[~overhead.probed].mean() / overhead.step_ns.median())
-    share += float(overhead.probe_ns[overhead.probed].mean() / overhead.step_ns.median() - share) / DEFAULT.every
-    return quiet + (statistics.mean(probed) - quiet) / DEFAULT.every, quiet, share
+    return range(first, first + n_steps)
+
+
+def measure_pair(target: Target, directory: Path, window: int) -> Pair:
+    """Both attaches, with stretches without before, between and after."""
+    pair = Pair()
+    before = alone(target, window)
+    for name, options in (
+        ("probes", ("--every", str(window), "--weights-every", str(PERIOD), "--sensitivity-every", "0")),
+        ("replay", ("--every", str(100 * window), "--sensitivity-every", str(10 * window))),
+    ):
+        overhead = attached(target, directory / f"{name}.mxprobe", 2 * window, options)
+        after = alone(target, window)
+        steps = target.steps()
+        base_s = statistics.mean(steps[step][0] for step in (*before, *after))
+        replayed = {int(overhead.index[window])} if name == "replay" else set[int]()
+        account(pair, overhead, steps, base_s, replayed)
+        before = after
+    return pair
 
 
 def interval(ratios: Sequence[float]) -> str:
-    """Mean and the 95 % interval of a ratio less one."""
-    mean = statistics.mean(ratios) - 1
+    """Mean of ratios less one, and its 95 % interval."""
+    mean = statistics.mean(ratios)
+    if len(ratios) < 2:
+        return f"{mean:+.2%}"
     half = T_975.get(len(ratios) - 1, 2.2) * statistics.stdev(ratios) / len(ratios) ** 0.5
     return f"{mean:+.2%} ({mean - half:+.2%} to {mean + half:+.2%})"
 
 
-def measure_model(pairs: int, n_steps: int, n_tokens: int) -> None:
+def measure_model(pairs: int, window: int, n_tokens: int) -> None:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         out = Path(name, "steps")
@@ -129,24 +208,24 @@ def measure_model(pairs: int, n_steps: int, n_tokens: int) -> None:
         process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
             target = Target(process, out)
-            target.wait_for(5)
-            measured: list[tuple[float, float, float]] = []
+            target.wait_for(3)
+            measured: list[Pair] = []
             for i in range(pairs):
-                measured.append(measure_pair(target, Path(name, f"{i}.mxprobe"), n_steps))
-                print(f"pair {i + 1} of {pairs}: {measured[-1][0] - 1:+.2%}", file=sys.stderr, flush=True)
+                measured.append(measure_pair(target, Path(name, str(i)), window))
+                print(f"pair {i + 1} of {pairs}: {measured[-1].overhead:+.2%}", file=sys.stderr, flush=True)
             seconds = statistics.median(wall_s for _, wall_s in target.steps().values())
         finally:
             process.kill()
             process.wait()
-    attached, quiet, shares = zip(*measured, strict=True)
-    print(
-        f"{pairs} pairs of {n_steps} steps of {seconds:.2f} s; load average {before:.1f} to {os.getloadavg()[0]:.1f}\n"
-    )
+    print(f"{pairs} pairs, steps of {seconds:.2f} s; load average {before:.1f} to {os.getloadavg()[0]:.1f}\n")
     print("| | main-thread CPU time, 95 % interval |")
     print("|---|---|")
-    print(f"| default schedule | {interval(attached)} |")
-    print(f"| of these, steps that are not probed | {interval(quiet)} |")
-    print(f"| in our hooks, by our own account (wall time) | {statistics.mean(shares):.2%} |")
+    print(f"| default schedule | {interval([pair.overhead for pair in measured])} |")
+    print(f"| attached, between probes | {interval([statistics.mean(pair.between) for pair in measured])} |")
+    print(f"| the same with hooks in | {interval([statistics.mean(pair.hooked) for pair in measured])} |")
+    for name, n in EVENTS.items():
+        costs = [cost for pair in measured for cost in pair.costs[name]]
+        print(f"| {name}, {n} in {PERIOD} steps, in steps | {interval(costs)} |")
 
 
 def job_seconds(directory: Path, *, steps: int, schedule: tuple[int, int] | None) -> tuple[float, float]:
@@ -189,15 +268,16 @@ def measure_demo(pairs: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="of each half of a pair")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--window", type=int, default=12, help="steps between two events, and of each stretch without")
+    parser.add_argument("--steps", type=int, default=250, help="of the demo's job")
     parser.add_argument("--tokens", type=int, default=1024, help="of a step, which sets its length")
     parser.add_argument("--demo", action="store_true")
     options = parser.parse_args()
     if options.demo:
-        measure_demo(options.pairs, options.steps or 250)
+        measure_demo(options.pairs, options.steps)
     else:
-        measure_model(options.pairs, options.steps or 20, options.tokens)
+        measure_model(options.pairs, options.window, options.tokens)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ class AgentConfig:
     """Random directions of each replay by which errors are followed into the weight gradients; 0: none."""
     max_overhead: float = 0.0
     """Share of the step time that the probe may cost; probes are put off, then made smaller. 0: no limit."""
+    eager_probe_steps: bool = False
+    """Run the probed steps of a compiled model eagerly, so that hooks on its modules are called; not bit for bit."""
     record: bool = False
     """Flight recorder: norms of every output and gradient at each step, written when something goes wrong."""
     follow_steps: int = 8

@@ -41,14 +41,16 @@ class Budget:
         self._beside: deque[int] = deque(maxlen=WINDOW)
         self._alone: deque[int] = deque(maxlen=WINDOW)
 
-    def charge(self, step_ns: int, hook_ns: int, *, measuring: bool, probed: bool) -> None:
-        """Book a step that is over. `measuring`: our thread was at work in it."""
+    def charge(self, step_ns: int, hook_ns: int, *, measuring: bool, probed: bool, slower: bool = False) -> None:
+        """Book a step that is over. `measuring`: our thread was at work in it; `slower`: it was run another way."""
         net_ns = step_ns - hook_ns
         if not probed:
             (self._beside if measuring else self._alone).append(net_ns)
             self.contention_ns = loss(self._beside, self._alone) if measuring else self.contention_ns
         lost_ns = self.contention_ns if measuring else 0
         self.total_contention_ns += lost_ns
+        if slower and self._alone:
+            lost_ns += max(net_ns - int(median(self._alone)), 0)
         self._balance += self._max_overhead * net_ns - hook_ns - lost_ns
 
     def affords_probe(self) -> bool:

@@ -6,7 +6,9 @@ with gradient enabled whose parameters the stepping optimizer owns.
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -26,6 +29,7 @@ class RootWatch:
         self.with_grad: dict[int, nn.Module] = {}
         self.without_grad: dict[int, nn.Module] = {}
         self._local = threading.local()
+        _silence()
         self._handles: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -55,6 +59,7 @@ class RootWatch:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        _speak()
 
     def describe(self) -> str:
         """What was seen, in words."""
@@ -67,6 +72,18 @@ class RootWatch:
             if seen
         ]
         return "; ".join(parts) if parts else "no forward pass of any module"
+
+
+def _silence() -> None:
+    """torch warns the user of global hooks on a compiled module, which are ours: an error to some. Only for as long."""
+    if "torch._dynamo" in sys.modules:
+        warnings.filterwarnings("ignore", _GLOBAL_HOOKS)
+
+
+def _speak() -> None:
+    for entry in list(warnings.filters):
+        if getattr(entry[1], "pattern", None) == _GLOBAL_HOOKS and entry in warnings.filters:
+            warnings.filters.remove(entry)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:

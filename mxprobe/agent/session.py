@@ -26,10 +26,11 @@ from mxprobe.agent import black_box, noise
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
+from mxprobe.agent.eager import EagerSteps
 from mxprobe.agent.flight import FlightTap, Norms
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
-from mxprobe.agent.inventory import NO_GRADIENT, Entry, module_rows, not_to_be_hooked, take_inventory
+from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows, not_to_be_hooked, take_inventory
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.noise import NormWatch, NormWeights
 from mxprobe.agent.recorder import Recorder
@@ -90,6 +91,7 @@ class Session:
         self._norms = NormWatch(self.guard)
         self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
         self._black_box = black_box.BlackBox(config.follow_steps)
+        self._eager = EagerSteps(config.eager_probe_steps, self.guard, self._on_event)
         self._switch = RecipeSwitch(self._on_switch_answer, self._on_event)
         self._roots: list[weakref.ref[nn.Module]] = []
         self._pid = os.getpid()
@@ -102,6 +104,7 @@ class Session:
         self._looked_twice = False
         self._inventoried = False
         self._watch = RootWatch()
+        self._eager.watch()
         self._unwatch_steps = watch_steps(self._on_optimizer_step)
 
     # Called by the agent's thread.
@@ -137,6 +140,7 @@ class Session:
     def _listen(self) -> None:
         """A process that logs and runs no model: its signals alone, until it takes a step after all."""
         self.role = METRICS
+        self._eager.leave()
         self._signals.ensure_wrapped()
         self.worker.put(lambda: self._announce([], []))
 
@@ -177,6 +181,7 @@ class Session:
             "probed_steps": self.n_probed,
             "modules": len(self._probes),
             "recipes": self._switch.recipes,
+            "eager_probe_steps": self._eager.is_on,
             "backlog": self.worker.backlog,
             "step_ns": self.total_step_ns,
             "probe_ns": self.total_hook_ns,
@@ -245,6 +250,7 @@ class Session:
         self._watch.close()
         config = self._config
         self._entries = take_inventory(roots, config.layers)
+        self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         for entry in self._entries:
             if entry.selected and isinstance(entry.module, nn.Linear):
                 self._probes[entry.name] = ModuleProbe(
@@ -328,6 +334,7 @@ class Session:
 
     def _end_step(self) -> None:
         clock, probes = self._clock, list(self._probes.values())
+        self._eager.leave()
         clock.advance()
         for probe in probes:
             n_lost = probe.n_lost_gradients
@@ -345,7 +352,13 @@ class Session:
         self.total_step_ns += step_ns
         self.total_hook_ns += hook_ns
         measuring = self._measuring or self.worker.backlog > 0
-        self._budget.charge(step_ns, hook_ns, measuring=measuring, probed=clock.probed or clock.only_outputs)
+        self._budget.charge(
+            step_ns,
+            hook_ns,
+            measuring=measuring,
+            probed=clock.probed or clock.only_outputs,
+            slower=clock.probed and self._eager.is_on,
+        )
         ended_ns = time.time_ns()
         hand_over = self.worker.put if probed or clock.only_outputs else self.worker.put_quietly
         hand_over(lambda: self._record_step(step, ended_ns, probed, step_ns, hook_ns))
@@ -387,6 +400,7 @@ class Session:
         self._tokens.arm()
         self._norms.arm()
         if clock.probed:
+            self._eager.enter()
             for detail in self._budget.begin_probe():
                 self._on_event("thinned", detail)
         left, n_left = SNAPSHOT_BYTES, math.ceil(self._budget.share * len(self._probes))
@@ -506,7 +520,7 @@ class Session:
             was_attached = self.state is State.ATTACHED or self.role == METRICS
             self.state = State.GONE
             self.reason = reason
-        removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap]
+        removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap, self._eager.leave]
         removals.append(lambda: self._switch.leave(reason))
         removals += [handle.remove for handle in self._handles]
         removals += [probe.remove for probe in self._probes.values()]

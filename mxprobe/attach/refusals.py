@@ -154,8 +154,9 @@ REFUSALS: dict[str, Words] = {
     ),
     "no_step": Words(
         "Process {pid} took no optimizer step and generated nothing within {seconds:g} s{after_detail}.",
-        "it is evaluating, saving, loading, waiting for other ranks, or does not train with torch.optim",
-        "attach while it trains, or wait longer with --step-timeout",
+        "it is evaluating, saving, loading, waiting for other ranks, does not train with torch.optim, or its model is "
+        "compiled in place (module.compile()) and calls no hook",
+        "attach while it trains, or wait longer with --step-timeout; a compiled model needs --eager-probe-steps",
     ),
     "no_model": Words(
         "No model was found in process {pid}{after_detail}.",

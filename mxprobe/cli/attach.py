@@ -81,6 +81,11 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     help="Share of the step time that the probe may cost; it thins itself to stay below. 0: no limit. "
     "Default: 3%, and no limit where --every is given.",
 )
+@click.option(
+    "--eager-probe-steps",
+    is_flag=True,
+    help="Run probed steps of a torch.compile'd model eagerly, so that its modules are seen. Not bit for bit.",
+)
 @click.option("--record", is_flag=True, help="Flight recorder: norms at every step, written when something goes wrong.")
 @click.option("--duration", type=Duration(), help="Detach after so long, e.g. 10m.")
 @_setting("--step-timeout", "step_timeout_s", Duration(), "Give up if the process takes no step for so long.")
@@ -101,6 +106,7 @@ def command(
     layers: tuple[str, ...],
     rule: str,
     max_overhead: float | None,
+    eager_probe_steps: bool,
     record: bool,
     duration: float | None,
     step_timeout: float,
@@ -110,7 +116,8 @@ def command(
 ) -> None:
     """Attach to process PID and record a trace until it is detached; several go side by side into one trace.
 
-    The training goes on bit for bit as without it. Ctrl-C detaches, closes the trace and prints its directory.
+    The training goes on bit for bit as without it, but under --eager-probe-steps. Ctrl-C detaches, closes the trace
+    and prints its directory.
     A rank that cannot be attached is reported and left out; the exit code is 4 if none could be. A process that
     logs and runs no model is attached for its metrics alone.
     """
@@ -130,6 +137,7 @@ def command(
         layers=layers or _DEFAULTS.layers,
         rule=rule,
         max_overhead=_limit(ctx) if max_overhead is None else max_overhead,
+        eager_probe_steps=eager_probe_steps,
         record=record,
         torch_wait_s=min(max(wait or 0.0, _DEFAULTS.torch_wait_s), _MAX_TORCH_WAIT_S),
         step_timeout_s=step_timeout,

@@ -50,6 +50,10 @@ def _lines(status: dict[str, Any]) -> str:
         role = status["role"] or "unknown"
         lines.append(f"  attached   {status['attached_s']:.0f} s by {status['mechanism']}, role {role}")
     lines += [f"  recipe     {printable(str(recipe))}" for recipe in agent.get("recipes") or []]
+    if agent.get("eager_probe_steps"):
+        lines.append(
+            "  eager      probed steps run the compiled model eagerly: not bit for bit the run without mxprobe"
+        )
     lines.append(f"  trace      {status['directory']}")
     if status["last_step"] is not None:
         lines.append(f"  recorded   up to step {status['last_step']}, {status['n_rows']} rows")

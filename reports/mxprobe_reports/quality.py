@@ -29,6 +29,11 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
     found += _losses(inputs.overhead)
     found += _non_finite(operands)
     found += _ranks(inputs, operands)
+    if not inputs.events.empty and (inputs.events["kind"] == "eager").any():
+        found.append(
+            "Probed steps ran the compiled model eagerly (--eager-probe-steps): the run is not bit for bit what it "
+            "would have been, and what was measured is the eager model's."
+        )
     phases = set(operands.phases) - {operands.phase}
     if phases:
         found.append(f"Operand statistics of phase {', '.join(sorted(phases))} are in the trace but not on this page.")

@@ -33,6 +33,7 @@ OPTIONS = {
         "ray",
         "record",
         "max_overhead",
+        "eager_probe_steps",
     },
     "trigger": {"job"},
     "detach": {"job"},
