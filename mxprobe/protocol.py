@@ -70,6 +70,8 @@ class AgentConfig:
     """Rows of X and G measured per module and probed step; more are sampled."""
     max_features: int = 512
     """Output features (and input features, for the backward products) measured per module; more are sampled."""
+    experts: int = 8
+    """Of experts held as one parameter, how many of the worst are kept by name; -1: all, and all are measured."""
     sensitivity_every: int = 200
     """Replay a microbatch for Delta2 every N-th optimizer step, the first after a tenth of that; 0: never."""
     replay_every: int = 0

@@ -108,6 +108,20 @@ OUTPUT_SUMS: tuple[str, ...] = (
     "out_saturated2",
 )
 
+EXPERT_SUMS: tuple[str, ...] = (
+    # What is kept of a single expert's operand; the rest is summed over the experts of the layer, in `tensors`.
+    *("n", "n_deadzone", "n_zeroed", "n_saturated", "n_nonfinite"),
+    *("sum_x2", "sum_e2", "sum_scale2", "sum_dz2", "sum_grid2", "sum_scale_grid", "sum_scale_dz"),
+    *OUTPUT_SUMS,
+)
+SPREAD_QUANTILES: tuple[int, ...] = (0, 10, 25, 50, 75, 90, 100)
+"""Percent."""
+
+_EXPERTS: Columns = (
+    ("n_experts", "int64"),  # of the module
+    ("n_called", "int64"),  # that were sent a token
+)
+
 TABLES: dict[str, Columns] = {
     "tensors": (
         *_OPERAND,
@@ -117,6 +131,25 @@ TABLES: dict[str, Columns] = {
         ("delta_hist", f"list<int64:{DELTA_BINS}>"),  # log2(s/s*) in [0, 1); outside is clipped to the end bins
         ("code_hist", f"list<int64:{CODE_BINS}>"),  # sign * 8 + E2M1 code
         *((name, "float64") for name in OUTPUT_SUMS),
+    ),
+    # Of experts held as one parameter, the worst of each operand (all on request): see mxprobe.agent.moe.spread.
+    "experts": (
+        *_OPERAND,
+        *_EXPERTS,
+        ("expert", "int64"),  # index into the parameter
+        ("rows", "int64"),  # tokens it was sent
+        ("rank_output_error", "int32"),  # 0 for the worst of those measured
+        ("rank_zeroed", "int32"),
+        *((name, "int64" if name.startswith("n") else "float64") for name in EXPERT_SUMS),
+    ),
+    # How the experts of a layer differ. Quantiles over the experts measured of a ratio, which cannot be added.
+    "expert_spread": (
+        *_OPERAND,
+        *_EXPERTS,
+        ("n_measured", "int64"),
+        ("n_one_token", "int64"),  # of those measured
+        ("measure", "dict"),  # output_error, error, zeroed, rows (tokens of an expert; under x_fwd)
+        *((f"q{percent}", "float64") for percent in SPREAD_QUANTILES),
     ),
     # One row per module and phase: does the layer do what its inputs and weights say it should?
     "outputs": (
