@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Callable
 
 from mxprobe import protocol
 from mxprobe._version import __version__
@@ -48,11 +48,13 @@ class _Agent:
         self._socket_path = socket_path
         self._token = token
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._pid = os.getpid()
         self._exiting = False
         self._failed = False
         self._finished = threading.Event()
         self._last_ping = time.monotonic()
         self._lost = ""
+        self._detail = ""
 
     def run(self) -> None:
         sock = self._sock
@@ -80,13 +82,22 @@ class _Agent:
         from mxprobe.agent.transport import Transport
 
         transport = Transport(self._sock)
-        session = _session(config, transport) if has_torch else _listening(transport)
-        atexit.register(self._at_exit)
         try:
-            self._watch(config, session, transport)
+            try:
+                session = _session(config, transport) if has_torch else _listening(config, transport)
+            except Exception as error:
+                transport.control({"verb": "failed", "reason": "load_failed", "detail": _words(error)})
+                transport.flush(1.0, acknowledged=False)
+                return
+            atexit.register(self._at_exit)
+            try:
+                self._watch(config, session, transport)
+            except Exception as error:
+                self._lost, self._detail = "agent_failed", _words(error)
+            finally:
+                self._leave(session, transport)
         finally:
-            session.abandon(session.reason or self._lost or "failed")
-            self._leave(session, transport)
+            transport.close()
 
     def _watch(self, config: protocol.AgentConfig, session: Any, transport: Any) -> None:
         """Answer the controller until the session is gone."""
@@ -99,6 +110,8 @@ class _Agent:
                     self._receive(session, transport)
                 session.tick()
                 now = time.monotonic()
+                if not session.worker.is_alive:
+                    session.abandon("worker_died")
                 if self._exiting:
                     self._lost = "exit"
                 elif now - self._last_ping > config.lease_s:
@@ -145,17 +158,31 @@ class _Agent:
             session.ask_set(frame)
 
     def _leave(self, session: Any, transport: Any) -> None:
-        """Finish measuring, send, say goodbye, end the threads."""
+        """Hooks out, finish measuring, end the threads, send, say goodbye. What fails of it does not stop the rest."""
         quick = self._exiting or transport.broken or bool(self._lost)
-        session.close()
-        session.worker.drain(EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
-        session.worker.stop(EXIT_PATIENCE_S - EXIT_TIMEOUT_S if quick else DRAIN_TIMEOUT_S)
+        steps: list[Callable[[], Any]] = [
+            lambda: session.abandon(session.reason or self._lost or "failed"),
+            session.close,
+            lambda: session.worker.drain(EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S),
+            lambda: session.worker.stop(EXIT_PATIENCE_S - EXIT_TIMEOUT_S if quick else DRAIN_TIMEOUT_S),
+        ]
         if not transport.broken and self._lost != "controller_gone":
-            self._await_acknowledgements(session, transport, EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S)
-            if not self._failed:
-                transport.control({"verb": "detached", "reason": session.reason, **session.status()})
-            transport.flush(1.0, acknowledged=False)
-        transport.close()
+            wait_s = EXIT_TIMEOUT_S / 2 if quick else DRAIN_TIMEOUT_S
+            steps.append(lambda: self._await_acknowledgements(session, transport, wait_s))
+            steps += [] if self._failed else [lambda: self._say_goodbye(session, transport)]
+            steps.append(lambda: transport.flush(1.0, acknowledged=False))
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                self._detail = self._detail or _words(error)
+
+    def _say_goodbye(self, session: Any, transport: Any) -> None:
+        goodbye = {"verb": "detached", "reason": session.reason, "detail": self._detail}
+        try:
+            goodbye.update(session.status())
+        finally:
+            transport.control(goodbye)
 
     def _await_acknowledgements(self, session: Any, transport: Any, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -169,6 +196,8 @@ class _Agent:
 
     def _at_exit(self) -> None:
         """The interpreter ends: let the agent's thread send what it has, for a bounded time."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no such thread to wait for
         self._exiting = True
         self._finished.wait(EXIT_PATIENCE_S)
 
@@ -182,10 +211,14 @@ def _session(config: protocol.AgentConfig, transport: Any) -> Any:
     return Session(config, transport)
 
 
-def _listening(transport: Any) -> Any:
+def _listening(config: protocol.AgentConfig, transport: Any) -> Any:
     from mxprobe.agent.listening import Listening
 
-    return Listening(transport)
+    return Listening(transport, config.error_budget)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _logs() -> bool:

@@ -11,6 +11,7 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
+from mxprobe.agent.interruptions import is_of_a_signal_handler
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.signals import SignalTaps
 from mxprobe.agent.transport import Transport
@@ -28,7 +29,7 @@ class Listening:
 
     role = "metrics"
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, error_budget: int) -> None:
         self.state = State.ATTACHED
         self.reason = ""
         self.detach_asked = ""
@@ -37,6 +38,8 @@ class Listening:
         self._recorder = Recorder(transport)
         self._rows: deque[tuple[str, dict[str, Any]]] = deque()
         self._n_errors = 0
+        self._error_budget = error_budget
+        self._failed: set[str] = set()
         self._n_signals = 0
         self._last_flush = time.monotonic()
         self._signals = SignalTaps(self._on_signals, self._on_error, self._on_event)
@@ -48,6 +51,10 @@ class Listening:
     def worker(self) -> Listening:
         """Who finishes the work when the agent leaves."""
         return self
+
+    @property
+    def is_alive(self) -> bool:
+        return True
 
     def tick(self) -> None:
         if time.monotonic() - self._last_flush > FLUSH_EVERY_S:
@@ -106,8 +113,14 @@ class Listening:
         self._rows.append(("events", {"step": 0, "time_ns": time.time_ns(), "kind": kind, "detail": detail}))
 
     def _on_error(self, where: str, error: BaseException) -> None:
+        if is_of_a_signal_handler(error):
+            raise error
         self._n_errors += 1
-        self._on_event("error", f"{where}: {type(error).__name__}: {error}"[:400])
+        if where not in self._failed:
+            self._failed.add(where)
+            self._on_event("error", f"{where}: {type(error).__name__}: {error}"[:400])
+        if self._n_errors > self._error_budget:
+            self.abandon("error_budget")
 
     def _flush(self) -> None:
         self._last_flush = time.monotonic()

@@ -149,6 +149,8 @@ class Milestones:
         return False
 
     def _note(self, kind: str, detail: str) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._noted.setdefault(kind, []).append(detail)
 

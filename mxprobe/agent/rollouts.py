@@ -191,8 +191,8 @@ class RolloutTap:
                 if not in_backward():
                     on_call(args[0] if args else None, output)
             except Exception as error:
-                self._guard.swallow("log-probabilities", error)
-                self._give_up(f"listening failed ({type(error).__name__})")
+                reason = f"listening failed ({type(error).__name__})"
+                self._guard.swallow("log-probabilities", error, lambda: self._give_up(reason))
             self._clock.hook_ns += time.perf_counter_ns() - started
 
         return hook

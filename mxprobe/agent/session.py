@@ -105,7 +105,13 @@ class Session:
         self._inventoried = False
         self._watch = RootWatch()
         self._eager.watch()
-        self._unwatch_steps = watch_steps(self._on_optimizer_step)
+        self._is_out = False
+        try:
+            self._unwatch_steps = watch_steps(self._on_optimizer_step)
+        except BaseException:
+            self._watch.close()
+            self.worker.stop(0.0)
+            raise
 
     # Called by the agent's thread.
 
@@ -169,6 +175,8 @@ class Session:
         """Take out the optimizer hook, inert by now; after `gone`, by the agent's thread."""
         self._unwatch_steps()
         self._switch.close()
+        if not self._is_out:  # a signal of the user's came in between
+            self._take_out(self.reason)
 
     def status(self) -> dict[str, Any]:
         """Where the session stands, as sent in `status` and `detached` frames. Times are sums since attach."""
@@ -234,17 +242,30 @@ class Session:
                 self.worker.put(lambda: self._set_base(base))
             self._install(roots)
             self._handles += [root.register_forward_pre_hook(self._on_root_enter) for root in roots]
-            self._handles += self._milestones.watch(roots, optimizer)
-            self._handles += self._replays.watch(roots, {name: p.module for name, p in self._probes.items()})
-            self._handles += self._tokens.watch(roots)
-            self._handles += self._norms.watch(roots)
-            if self._flight is not None:
-                self._handles += self._flight.watch(roots, not_to_be_hooked(roots))
-                self._flight.finish(step=0)  # the step just observed, of which the gradients are there
+            self._watch_with("milestones", lambda: self._milestones.watch(roots, optimizer))
+            modules = self._linears()
+            self._watch_with("replays", lambda: self._replays.watch(roots, modules))
+            self._watch_with("log-probabilities", lambda: self._tokens.watch(roots))
+            self._watch_with("norms", lambda: self._norms.watch(roots))
+            flight = self._flight
+            if flight is not None:
+                self._watch_with("flight recorder", lambda: flight.watch(roots, not_to_be_hooked(roots)))
+                flight.finish(step=0)  # the step just observed, of which the gradients are there
             self._begin_step()
 
     def _set_base(self, count: torch.Tensor) -> None:
         self.worker.step_base = int(count.item())
+    def _linears(self) -> dict[str, nn.Linear]:
+        """Those probed: what can be computed again, and whose weights have versions."""
+        return {name: p.module for name, p in self._probes.items() if isinstance(p.module, nn.Linear)}
+
+    def _watch_with(self, what: str, watch: Callable[[], list[Any]]) -> None:
+        """Hooks of one part of ours; where it cannot put them in, the others go on without it."""
+        try:
+            self._handles += watch()
+        except Exception as error:
+            self.guard.swallow(what, error)
+
 
     def _install(self, roots: list[nn.Module]) -> None:
         self._watch.close()
@@ -395,8 +416,13 @@ class Session:
             self._budget.put_off()
         self._schedule.plan(clock, busy=busy, affordable=affordable)
         self._replays.plan(affordable=affordable)
-        if not (clock.probed or clock.only_outputs):
-            return
+        if clock.probed or clock.only_outputs:
+            with self._lock:
+                if self.state is not State.GONE:  # another thread may just have taken everything out
+                    self._arm()
+
+    def _arm(self) -> None:
+        clock = self._clock
         self._tokens.arm()
         self._norms.arm()
         if clock.probed:
@@ -499,7 +525,10 @@ class Session:
 
     def _on_event(self, kind: str, detail: str) -> None:
         step = self._clock.step
-        self.worker.put(lambda: self._event(kind, detail, step))
+        try:
+            self.worker.put(lambda: self._event(kind, detail, step))
+        except Exception as error:  # the parts tell of what has failed: this is the last that may not
+            self.guard.swallow("telling of an event", error)
 
     def _on_switch_answer(self, answer: dict[str, Any]) -> None:
         def tell() -> None:
@@ -521,18 +550,23 @@ class Session:
             self.state = State.GONE
             self.reason = reason
         removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap, self._eager.leave]
-        removals.append(lambda: self._switch.leave(reason))
+        removals += [lambda: self._switch.leave(reason), self._milestones.remove, self._tokens.remove]
         removals += [handle.remove for handle in self._handles]
         removals += [probe.remove for probe in self._probes.values()]
         for remove in removals:
+        try:
+            self._take_out(reason)
+            if was_attached:
+                self.worker.put(self._farewell)
+        finally:
+            self.gone.set()
+
+    def _take_out(self, reason: str) -> None:
             try:
                 remove()
             except Exception as error:
                 self.guard.swallow("removing hooks", error)
-        self._handles.clear()
-        if was_attached:
-            self.worker.put(self._farewell)
-        self.gone.set()
+        self._is_out = True
 
     def _farewell(self) -> None:
         self._add_modules()

@@ -90,8 +90,20 @@ class Transport:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        try:
+            self._send_all()
+        finally:  # however it ends, nobody empties the queue any more
+            with self._changed:
+                self.broken = self.broken or not self._closed
+                self._sending = False
+                self._queue.clear()
+                self._changed.notify_all()
+
+    def _send_all(self) -> None:
         while True:
             with self._changed:
+                self._sending = False
+                self._changed.notify_all()
                 while not self._queue and not self._closed:
                     self._changed.wait()
                 if self._closed:
@@ -100,13 +112,6 @@ class Transport:
                 self._sending = True
             try:
                 self._sock.sendall(data)
-                self.sent_bytes += len(data)
             except OSError:
-                self.broken = True
-            with self._changed:
-                self._sending = False
-                if self.broken:
-                    self._queue.clear()
-                self._changed.notify_all()
-            if self.broken:
                 return
+            self.sent_bytes += len(data)

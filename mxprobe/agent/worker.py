@@ -74,10 +74,17 @@ class Worker:
         """Snapshots not yet measured."""
         return self._n_snapshots
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. What it does is guarded; it ends by `stop` alone, or by what no guard can hold."""
+        return self._thread.is_alive()
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job is done; False after the timeout."""
         with self._changed:
             self._changed.notify_all()
+            if not self.is_alive:
+                return False
             return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
 
     def stop(self, timeout_s: float) -> None:

@@ -40,6 +40,9 @@ _ENDED = {
     "exit": "the process has ended",
 }
 
+    "agent_failed": "the agent failed and took itself off; run.json says how",
+    "worker_died": "the agent took itself off: the thread that measures had ended",
+    "model_gone": "the model that was watched is no more; attach again for the one that the process trains now",
 
 def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callable[[_F], _F]:
     """An option for one field of `AgentConfig`, with that field's default."""

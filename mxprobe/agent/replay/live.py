@@ -307,8 +307,8 @@ class Replays:
         self._tell(f"no replay: {reason}")
 
     def _fail(self, where: str, error: Exception) -> None:
-        self._guard.swallow(where, error)
-        self._give_up(f"{where} failed ({type(error).__name__})")
+        reason = f"{where} failed ({type(error).__name__})"
+        self._guard.swallow(where, error, lambda: self._give_up(reason))
 
     def _tell(self, detail: str) -> None:
         about = detail.partition(":")[0]

@@ -70,8 +70,8 @@ def preserved(module: nn.Module, start: RandomState) -> Generator[None, None, No
     """
     before = RandomState.now(module)
     kept = [_Kept(inner) for inner in module.modules()]
-    start.restore()
     try:
+        start.restore()
         yield
     finally:
         before.restore()

@@ -58,10 +58,17 @@ class Splices:
         except Exception as error:
             self._on_error(f"tap {tap.source}", error)
 
+    def _is_back(self, tapped: Splice) -> bool:
+        try:
+            return tapped.remove()
+        except Exception as error:
+            self._on_error(f"giving {tapped.tap.source} back", error)
+            return False
+
     def give_back(self) -> list[str]:
         """Give every function back. Returns, in words, those left in place because somebody has wrapped ours since."""
         with self._lock:
             self.closed = True
             held, self._held = self._held, []
-            left = [tapped.tap.source for tapped in reversed(held) if not tapped.remove()]
+            left = [tapped.tap.source for tapped in reversed(held) if not self._is_back(tapped)]
         return [f"left in place, passing calls on: {source} was wrapped again" for source in left]
