@@ -549,11 +549,6 @@ class Session:
             was_attached = self.state is State.ATTACHED or self.role == METRICS
             self.state = State.GONE
             self.reason = reason
-        removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap, self._eager.leave]
-        removals += [lambda: self._switch.leave(reason), self._milestones.remove, self._tokens.remove]
-        removals += [handle.remove for handle in self._handles]
-        removals += [probe.remove for probe in self._probes.values()]
-        for remove in removals:
         try:
             self._take_out(reason)
             if was_attached:
@@ -562,6 +557,11 @@ class Session:
             self.gone.set()
 
     def _take_out(self, reason: str) -> None:
+        removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap, self._eager.leave]
+        removals += [lambda: self._switch.leave(reason), self._milestones.remove, self._tokens.remove]
+        removals += [handle.remove for handle in self._handles]
+        removals += [probe.remove for probe in self._probes.values()]
+        for remove in removals:
             try:
                 remove()
             except Exception as error:
