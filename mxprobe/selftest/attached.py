@@ -22,11 +22,12 @@ from mxprobe.trace import open_trace
 JOB = Path(__file__).with_name("job.py")
 EVERY = 10
 """A denser schedule than a user's, so that a minute holds enough probed steps."""
-STEPS_BEFORE, STEPS_ATTACHED, STEPS_AFTER = 5, 60, 10
+STEPS_BEFORE, STEPS_ATTACHED, STEPS_ALONE = 5, 20, 20
+N_ATTACHES = 4
+"""By the first way in, whose cost is measured; once by each other."""
+T_975 = 3.182
+"""Student's t, 3 degrees of freedom: the interval over `N_ATTACHES` ratios."""
 STEP_TIMEOUT_S = 60.0
-N_GROUPS = 10
-T_975_9 = 2.262
-"""Student's t, 9 degrees of freedom: the interval over `N_GROUPS` means."""
 
 
 @dataclass(frozen=True)
@@ -43,43 +44,51 @@ class AttachedRun:
     """What the job wrote, and when it was attached."""
 
     steps: list[Step]
-    first: int
-    """Index of the first step that began after the attach had been acknowledged."""
-    last: int
-    trace: Path
+    spans: list[tuple[int, int, int]]
+    """Of each attach: the first step that began after it was acknowledged, the one at which it was asked to leave, and
+    the first that began after it had left."""
+    traces: list[Path]
+
+    @property
+    def n_attached(self) -> int:
+        return sum(last - first for first, last, _ in self.spans)
 
 
 def check_attach(ways: Sequence[str], directory: Path) -> list[Finding]:
     """Findings for each way in; the control is run once, for as many steps as the longest of them."""
-    runs = {way: run_attached(way, directory / way) for way in ways}
+    attaches = [N_ATTACHES, *(1 for _ in ways[1:])]
+    runs = {way: run_attached(way, directory / way, n) for way, n in zip(ways, attaches, strict=True)}
     n_steps = max(len(run.steps) for run in runs.values())
     alone = run_alone(n_steps, directory / "alone")
     found: list[Finding] = []
     for way, run in runs.items():
         found += [compare_bits(way, run, alone), _recorded(way, run)]
-    found += [cost(runs[ways[0]], alone), *_memory(runs[ways[0]], alone)]
+    found += [cost(runs[ways[0]]), *_memory(runs[ways[0]], alone)]
     return found
 
 
-def run_attached(way: str, directory: Path) -> AttachedRun:
-    """Attach to the job by one way in, let it train, detach, let it train on.
+def run_attached(way: str, directory: Path, n_attaches: int) -> AttachedRun:
+    """Attach to the job by one way in, let it train, detach, let it train on; so many times.
 
     Raises:
-        MxprobeError: the attach was refused, or the job ended.
+        MxprobeError: an attach was refused, or the job ended.
     """
     prefix = ["-m", "mxprobe", "run", "--", sys.executable] if way == "listener" else []
-    trace = directory / "trace.mxprobe"
+    schedule = ["--every", str(EVERY), "--weights-every", str(EVERY), "--sensitivity-every", "0"]
+    spans: list[tuple[int, int, int]] = []
+    traces = [directory / f"{i}.mxprobe" for i in range(n_attaches)]
     with _job(directory, prefix) as job:
         job.wait_for(STEPS_BEFORE)
         pid = str(job.process.pid)
-        schedule = ["--every", str(EVERY), "--weights-every", str(EVERY), "--sensitivity-every", "0"]
-        _mxprobe("attach", pid, "-o", str(trace), "--via", way, "--background", *schedule)
-        first = len(job.steps())
-        job.wait_for(first + STEPS_ATTACHED)
-        _mxprobe("detach", pid)
-        last = len(job.steps())
-        job.wait_for(last + STEPS_AFTER)
-        return AttachedRun(job.finish(), first, last, trace)
+        for trace in traces:
+            _mxprobe("attach", pid, "-o", str(trace), "--via", way, "--background", *schedule)
+            first = len(job.steps()) + 1
+            job.wait_for(first + STEPS_ATTACHED)
+            last = len(job.steps())
+            _mxprobe("detach", pid)
+            spans.append((first, last, len(job.steps()) + 1))
+            job.wait_for(spans[-1][2] + STEPS_ALONE)
+        return AttachedRun(job.finish(), spans, traces)
 
 
 def run_alone(n_steps: int, directory: Path) -> list[Step]:
@@ -151,41 +160,48 @@ def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> Finding:
     parted = next((i for i, (ours, theirs) in enumerate(zip(*states, strict=True)) if ours != theirs), n)
     name = f"bits, {way}"
     if parted == n:
-        detail = f"loss, parameters and random state of {n} steps, {run.last - run.first} of them attached: identical"
+        attached = f"{run.n_attached} of them attached ({len(run.spans)} x in and out)"
+        detail = f"loss, parameters and random state of {n} steps, {attached}: identical"
         return Finding(name, True, detail)
-    where = "before the attach: this machine does not repeat a run" if parted < run.first else "after the attach"
-    return Finding(name, None if parted < run.first else False, f"step {parted + 1} differs, {where}")
+    before = parted < run.spans[0][0]
+    where = "before the attach: this machine does not repeat a run" if before else "after the attach"
+    return Finding(name, None if before else False, f"step {parted + 1} differs, {where}")
 
 
 def _recorded(way: str, run: AttachedRun) -> Finding:
-    trace = open_trace(run.trace)
-    facts, overhead = trace.run, trace.overhead()
-    swallowed = int(overhead["n_errors"].max()) if len(overhead) else 0
-    operands = trace.tensors()
+    traces = [open_trace(path) for path in run.traces]
+    operands = [trace.tensors() for trace in traces]
+    swallowed = sum(int(trace.overhead()["n_errors"].max()) for trace in traces if len(trace.overhead()))
+    latency_ms = max(trace.run.get("attach_latency_ms", math.nan) for trace in traces)
+    pauses_ms = [trace.run["pause_ms"] for trace in traces if trace.run.get("pause_ms") is not None]
     parts = [
-        f"{len(operands)} operands of {operands['module'].nunique()} modules",
-        f"in after {facts.get('attach_latency_ms', math.nan) / 1e3:.2f} s",
-        f"main thread stopped {facts['pause_ms']:.1f} ms" if facts.get("pause_ms") is not None else "nothing stopped",
+        f"{sum(map(len, operands))} operands of {operands[0]['module'].nunique()} modules",
+        f"in after {latency_ms / 1e3:.2f} s at most",
+        f"main thread stopped {max(pauses_ms):.1f} ms at most" if pauses_ms else "nothing stopped",
         f"{swallowed} exceptions swallowed",
     ]
-    return Finding(f"trace, {way}", trace.is_complete and len(operands) > 0 and not swallowed, ", ".join(parts))
+    whole = all(trace.is_complete and len(rows) for trace, rows in zip(traces, operands, strict=True))
+    return Finding(f"trace, {way}", whole and not swallowed, ", ".join(parts))
 
 
-def cost(run: AttachedRun, alone: list[Step]) -> Finding:
-    """CPU time of the training thread against the same steps of the control; interval over groups of steps."""
-    steps = range(run.first, min(run.last, len(alone)))
-    size = len(steps) // N_GROUPS
-    ratios = [
-        sum(run.steps[i].cpu_s for i in group) / sum(alone[i].cpu_s for i in group)
-        for group in (steps[k * size : (k + 1) * size] for k in range(N_GROUPS))
-    ]
-    mean, half = statistics.mean(ratios), T_975_9 * statistics.stdev(ratios) / N_GROUPS**0.5
-    usual = statistics.median(step.wall_s for step in alone)
+def cost(run: AttachedRun) -> Finding:
+    """CPU time of the training thread against the steps of the same job right after the detach.
+
+    Another process, or another minute, would be a comparison of two moods of the machine. What is still measured
+    between the request to leave and the leaving is the cost of the steps before it.
+    """
+    ratios: list[float] = []
+    for first, last, gone in run.spans:
+        usual_s = statistics.mean(step.cpu_s for step in run.steps[gone : gone + STEPS_ALONE])
+        extra_s = sum(step.cpu_s - usual_s for step in run.steps[first:gone])
+        ratios.append(1 + extra_s / (last - first) / usual_s)
+    mean, half = statistics.mean(ratios), T_975 * statistics.stdev(ratios) / len(ratios) ** 0.5
+    wall_s = statistics.median(step.wall_s for step in run.steps)
     return Finding(
         "cost",
         None,
         f"training thread {mean - 1:+.1%} CPU (95 %: {mean - half - 1:+.1%} to {mean + half - 1:+.1%}) with every "
-        f"{EVERY}th step probed, steps of {usual * 1e3:.0f} ms; longer steps and the default schedule cost less",
+        f"{EVERY}th step probed, steps of {wall_s * 1e3:.0f} ms; longer steps and the default schedule cost less",
     )
 
 

@@ -17,13 +17,13 @@ ALONE = [Step(float(i).hex(), f"digest {i}", 0.1 + 0.001 * (i % 3), 0.1, 0) for 
 
 
 def attached(steps: list[Step]) -> AttachedRun:
-    return AttachedRun(steps, first=10, last=50, trace=Path("nowhere"))
+    return AttachedRun(steps, spans=[(10, 20, 22), (32, 40, 40)], traces=[Path("nowhere")])
 
 
 def test_equal_runs_are_equal_as_far_as_both_go() -> None:
     finding = compare_bits("ptrace", attached(ALONE[:55]), ALONE)
     assert finding.ok is True
-    assert "55 steps, 40 of them attached: identical" in finding.detail
+    assert "55 steps, 18 of them attached (2 x in and out): identical" in finding.detail
 
 
 @pytest.mark.parametrize("part", ["loss", "digest"])
@@ -39,9 +39,11 @@ def test_a_machine_that_does_not_repeat_itself_proves_nothing() -> None:
     assert compare_bits("ptrace", attached(steps), ALONE).ok is None
 
 
-def test_cost_is_a_ratio_with_its_interval() -> None:
-    dearer = [replace(step, cpu_s=1.05 * step.cpu_s) for step in ALONE]
-    detail = cost(attached(dearer), ALONE).detail
+def test_cost_is_a_ratio_to_the_steps_right_after_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxprobe.selftest.attached.STEPS_ALONE", 8)
+    costs = {range(10, 19): 0.105, range(21, 22): 0.105, range(32, 40): 0.105}  # one step's worth comes after `last`
+    dearer = [replace(step, cpu_s=next((c for r, c in costs.items() if i in r), 0.1)) for i, step in enumerate(ALONE)]
+    detail = cost(attached(dearer)).detail
     assert "+5.0% CPU (95 %: +5.0% to +5.0%)" in detail
     assert "steps of 100 ms" in detail
 
