@@ -123,6 +123,8 @@ class Pair:
 
     @property
     def overhead(self) -> float:
+        if not all(self.costs.values()):
+            raise SystemExit(f"not each event was measured before the next: a longer --window ({self.costs})")
         events = sum(n * statistics.mean(self.costs[name]) for name, n in EVENTS.items())
         return statistics.mean(self.between) + events / PERIOD
 

@@ -23,8 +23,11 @@ Row = dict[str, Any]
 
 
 @torch.no_grad()
-def block_row(fields: ErrorFields) -> Row:
-    """Values of a row of table `blocks` for an operand [rows, C]; a short last block counts its own elements."""
+def block_row(fields: ErrorFields, weights: torch.Tensor | None = None) -> Row:
+    """Values of a row of table `blocks` for an operand [rows, C]; a short last block counts its own elements.
+
+    `weights` float64 [rows]: what each row counts; None where all count 1.
+    """
     width, size = fields.x.shape[1], fields.format.block
     pad = (0, -width % size)
     x = F.pad(fields.x, pad).unflatten(1, (-1, size))
@@ -34,13 +37,15 @@ def block_row(fields: ErrorFields) -> Row:
         n[-1] = width % size
     amax = x.abs().amax(-1)
     used = amax > 0
+    w = torch.ones_like(x[:, 0, 0]) if weights is None else weights.to(x.dtype)
     # Relative to the maximum first: squares of very small numbers vanish.
     rms = (x / torch.where(used, amax, 1.0)[..., None]).square().sum(-1).div(n).sqrt()
     crest = torch.where(used, 1.0 / torch.where(used, rms, 1.0), 0.0)
     underflow = zeroed.sum(-1).to(x.dtype) / n * used
     pairs = torch.stack((crest, crest.square(), underflow, underflow.square(), crest * underflow))
-    channels = fields.e.square().sum(0).sort(descending=True).values
+    channels = (fields.e.square() * w[:, None]).sum(0).sort(descending=True).values
     tops = [channels[: channels_of(k, width)].sum() for k in TOP_PERCENT]
-    values = torch.cat((pairs.flatten(1).sum(1), torch.stack((used.sum().to(x.dtype), channels.sum(), *tops)))).tolist()
+    n_used = (used.sum(1) * w).sum()
+    values = torch.cat(((pairs * w[:, None]).flatten(1).sum(1), torch.stack((n_used, channels.sum(), *tops)))).tolist()
     sums = dict(zip((*_NAMES, "n_blocks", "sum_e2", *(f"sum_e2_top{k}" for k in TOP_PERCENT)), values))
-    return {**sums, "n_blocks": int(sums["n_blocks"])}
+    return {**sums, "n_blocks": round(sums["n_blocks"])}

@@ -4,6 +4,9 @@
     B [C, N]  the other operand, exact
     error of the product, component by component: (e_scale + e_dz + e_grid) B
 
+Rows that were not all as likely to be measured carry weights: w_r multiplies what row r adds to a sum, so that a matrix
+of which row r is sqrt(w_r) times as large has the weighted sums, products included.
+
 Pure functions on tensors. Products are float64: TF32 and reduced-precision settings belong to the user, and do
 not reach float64.
 """
@@ -42,6 +45,18 @@ class Operand(NamedTuple):
     """[C, N]"""
     sampled_frac: float
     n_clusters: int
+    n_certain: int = 0
+    """The last rows, which count `certain_weight` where the others count 1."""
+    certain_weight: float = 1.0
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """float64 [M], or None where all count 1."""
+        if not self.n_certain:
+            return None
+        weights = torch.ones(self.a.shape[0], dtype=torch.float64, device=self.a.device)
+        weights[-self.n_certain :] = self.certain_weight
+        return weights
 
 
 class Measured(NamedTuple):
@@ -51,21 +66,67 @@ class Measured(NamedTuple):
     fields: ErrorFields
     b: torch.Tensor
     """float64 [C, N], finite."""
+    weights: torch.Tensor | None = None
+    """float64 [M]"""
+
+    @property
+    def weighted(self) -> ErrorFields:
+        """The fields with rows as large as their weights make them."""
+        return self.fields if self.weights is None else _times(self.fields, self.weights.sqrt())
 
 
 def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
     """The sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B."""
     fields = mxprobe_kernels.error_fields(operand.a, format=format, rule=rule, dim=-1)
-    fast = operand.a.device.type == "cpu" and cpu_backend.supports(operand.a, fields.format)
-    sums = mxprobe_kernels.decompose(operand.a, format=format, rule=rule) if fast else fields.decomposition()
     b = operand.b.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    measured = Measured({}, fields, b, operand.weights)
     row: Row = {
-        **sums.to_dict(),
-        **output_sums(fields, b),
+        **_tensor_sums(operand, fields, rule),
+        **output_sums(measured.weighted, b),
         "sampled_frac": operand.sampled_frac,
         "n_clusters": operand.n_clusters,
     }
-    return Measured(row, fields, b)
+    return measured._replace(row=row)
+
+
+def _tensor_sums(operand: Operand, fields: ErrorFields, rule: str) -> Row:
+    """Energies, counts and histograms of A."""
+
+    def of(a: torch.Tensor) -> Row:
+        fast = a.device.type == "cpu" and cpu_backend.supports(a, fields.format)
+        of_a = fields if a is operand.a else mxprobe_kernels.error_fields(a, format=fields.format.name, rule=rule)
+        sums = mxprobe_kernels.decompose(a, format=fields.format.name, rule=rule) if fast else of_a.decomposition()
+        return sums.to_dict()
+
+    if not operand.n_certain:
+        return of(operand.a)
+    drawn, certain = operand.a[: -operand.n_certain], operand.a[-operand.n_certain :]
+    return added(of(drawn), of(certain), operand.certain_weight)
+
+
+_NEVER_WEIGHTED = ("n_nonfinite", "n_blocks_excluded", "n_clamped")
+"""One is a finding, which no weight may round to none."""
+
+
+def added(a: Row, b: Row, weight: float) -> Row:
+    """Sums of `a`, and of `b` by its weight; counts rounded."""
+    row: Row = {}
+    for name, value in a.items():
+        w = 1.0 if name in _NEVER_WEIGHTED else weight
+        if name == "amax":
+            row[name] = max(value, b[name])
+        elif isinstance(value, (list, tuple)):
+            row[name] = [round(u + w * v) for u, v in zip(value, b[name])]
+        else:
+            total = value + w * b[name]
+            row[name] = round(total) if isinstance(value, int) else total
+    return row
+
+
+def _times(fields: ErrorFields, factors: torch.Tensor) -> ErrorFields:
+    """x, Q and Q* with their rows multiplied; what is counted stays."""
+    x, q, q_star = (part * factors[:, None] for part in (fields.x, fields.q, fields.q_star))
+    return fields._replace(x=x, q=q, q_star=q_star)
 
 
 def output_sums(fields: ErrorFields, b: torch.Tensor) -> dict[str, float]:
@@ -116,7 +177,7 @@ def measure_corrections(batch: Sequence[Measured], corrections: Sequence[str]) -
         values = _whatif_sums(measured, [parts[i] for parts in corrected]).tolist()
         shared = {name: measured.row[name] for name in ("n", "out_ref2", "sampled_frac", "n_clusters")}
         yield [
-            {"correction": name, **shared, "n_zeroed": int(n_zeroed), **dict(zip(_WHATIF_SUMS, sums))}
+            {"correction": name, **shared, "n_zeroed": round(n_zeroed), **dict(zip(_WHATIF_SUMS, sums))}
             for name, (n_zeroed, *sums) in zip(corrections, values)
         ]
 
@@ -129,7 +190,7 @@ def _whatif_sums(measured: Measured, corrected: list[torch.Tensor]) -> torch.Ten
 
     ||E B||^2 = <E (B B^T), E> where B B^T is smaller than B.
     """
-    fields, b = measured.fields, measured.b
+    fields, b, weights = measured.fields, measured.b, measured.weights
     limit = CPU_BATCH_ELEMENTS if fields.x.device.type == "cpu" else DEVICE_BATCH_ELEMENTS
     stride = max(limit // max(fields.x.numel(), 1), 1)
     nonzero = fields.x != 0
@@ -138,10 +199,12 @@ def _whatif_sums(measured: Measured, corrected: list[torch.Tensor]) -> torch.Ten
     for start in range(0, len(corrected), stride):
         q = torch.stack(corrected[start : start + stride])
         e = q.double() - fields.x
+        n_zeroed = ((q == 0) & nonzero).sum(2).double()
+        if weights is not None:
+            e, n_zeroed = e * weights.sqrt()[:, None], n_zeroed * weights
         both = torch.stack((e, e * fields.zeroed))
         out = _energies(both @ b) if gram is None else ((both @ gram) * both).flatten(2).sum(-1)
-        zeroed = ((q == 0) & nonzero).sum((1, 2)).double()
-        parts.append(torch.stack((zeroed, _energies(e), _energies(e * fields.on_d), *out), 1))
+        parts.append(torch.stack((n_zeroed.sum(1), _energies(e), _energies(e * fields.on_d), *out), 1))
     return torch.cat(parts)
 
 

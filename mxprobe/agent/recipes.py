@@ -51,6 +51,8 @@ class Call(NamedTuple):
     """[R, O_s], bias taken off."""
     dtype: torch.dtype = torch.float64
     """In which the layer returned y: what its operands had been rounded to, at least."""
+    weights: torch.Tensor | None = None
+    """float64 [R]: what each row counts in the sums; None where all count 1."""
 
 
 def candidates(previous: Recipe | None) -> Iterator[Recipe]:
@@ -78,27 +80,38 @@ def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, di
     small_y = y[:_PROBE_ROWS, :_PROBE_FEATURES]
     small_ref2 = _energy(x[:_PROBE_ROWS] @ w[:_PROBE_FEATURES].T)
     ref = x @ w.T
-    ref2, realised2 = _energy(ref), _energy(y - ref)
+    weigh = Weigh(call.weights)
+    ref2, realised2 = weigh.energy(ref), weigh.energy(y - ref)
     best: tuple[float, Recipe, Quantized] | None = None
     for quantized in orders(call):
         for recipe in candidates(previous):
             qx, qw = quantized.pair(recipe, _PROBE_ROWS, _PROBE_FEATURES)
             residual2 = _energy(small_y - qx @ qw.T)
             if residual2 <= EXACT_FRAC * small_ref2:
-                sums = _sums(recipe, quantized, y, ref)
+                sums = _sums(recipe, quantized, y, ref, weigh)
                 if sums["residual2"] <= EXACT_FRAC * ref2:
                     return recipe, {"exact": True, "ref2": ref2, "realised2": realised2, **sums}
             if best is None or residual2 < best[0]:
                 best = (residual2, recipe, quantized)
     assert best is not None  # there always is a candidate
     _, recipe, quantized = best
-    return recipe, {"exact": False, "ref2": ref2, "realised2": realised2, **_sums(recipe, quantized, y, ref)}
+    return recipe, {"exact": False, "ref2": ref2, "realised2": realised2, **_sums(recipe, quantized, y, ref, weigh)}
 
 
-def _sums(recipe: Recipe, quantized: Quantized, y: torch.Tensor, ref: torch.Tensor) -> dict[str, float]:
+def _sums(recipe: Recipe, quantized: Quantized, y: torch.Tensor, ref: torch.Tensor, weigh: Weigh) -> dict[str, float]:
     qx, qw = quantized.pair(recipe, None, None)
     product = qx @ qw.T
-    return {"predicted2": _energy(product - ref), "residual2": _energy(y - product)}
+    return {"predicted2": weigh.energy(product - ref), "residual2": weigh.energy(y - product)}
+
+
+class Weigh:
+    """Energies of matrices [R, ...] whose rows count by their weights, float64 [R]; None: all count 1."""
+
+    def __init__(self, weights: torch.Tensor | None) -> None:
+        self._root = None if weights is None else weights.sqrt()[:, None]
+
+    def energy(self, x: torch.Tensor) -> float:
+        return _energy(x if self._root is None else x * self._root)
 
 
 def orders(call: Call) -> Iterator[Quantized]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 
 import torch
 
 TILE = 32
+CERTAIN_SHARE = 4
+"""One in so many of the rows measured is one of the largest: benchmarks/sampling.py."""
 
 
 def seed_of(step: int, module: str) -> int:
@@ -27,6 +30,50 @@ def sample_tiles(n: int, limit: int, *, seed: int, device: torch.device) -> torc
     tiles = torch.randperm(n // TILE, generator=generator, device=device)[: max(limit // TILE, 1)]
     within = torch.arange(TILE, device=device)
     return (tiles.sort().values[:, None] * TILE + within).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Single rows of range(N): R drawn by lot, then C that are always in. int64 [R + C], on the device of the data."""
+
+    index: torch.Tensor
+    n_certain: int
+    n: int
+
+    @property
+    def drawn_weight(self) -> float:
+        """1 / chance of a drawn row; a certain row has 1."""
+        return (self.n - self.n_certain) / (self.index.shape[0] - self.n_certain)
+
+    def weights(self) -> torch.Tensor:
+        """float64 [R + C]; sums with them are the sums over all N rows, in expectation (Horvitz-Thompson)."""
+        weights = torch.full(self.index.shape, self.drawn_weight, dtype=torch.float64, device=self.index.device)
+        weights[self.index.shape[0] - self.n_certain :] = 1.0
+        return weights
+
+
+def sample_rows(norms: torch.Tensor, limit: int, *, seed: int) -> Rows | None:
+    """At most `limit` rows of N by their norms [N], those of the largest among them; None for all.
+
+    Where few rows hold most of the energy, as attention sinks do, a ratio of sums over rows drawn alike says little.
+    A row with a NaN is one of the largest. Nothing waits for the device.
+    """
+    n, limit = norms.shape[0], max(limit, TILE)
+    if n <= limit:
+        return None
+    n_certain = limit // CERTAIN_SHARE
+    certain = norms.nan_to_num(nan=float("inf")).topk(n_certain).indices
+    generator = torch.Generator(device=norms.device)
+    generator.manual_seed(seed)
+    lots = torch.rand(n, generator=generator, device=norms.device).index_fill(0, certain, 2.0)
+    drawn = lots.topk(limit - n_certain, largest=False).indices
+    return Rows(torch.cat((drawn.sort().values, certain.sort().values)), n_certain, n)
+
+
+def row_norms(x: torch.Tensor) -> torch.Tensor:
+    """[N] of [N, K], at least float32, without a copy of x."""
+    narrow = x.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32 if narrow else None)
 
 
 def take(x: torch.Tensor, index: torch.Tensor | None, dim: int = 0) -> torch.Tensor:

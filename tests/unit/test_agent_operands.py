@@ -101,3 +101,29 @@ def test_operands_corrected_together_score_as_they_do_alone():
 
 def test_no_corrections_are_no_rows():
     assert list(measure_corrections([measure_operand(operand(), format="mxfp4", rule="rceil")], ())) == []
+
+
+@pytest.mark.parametrize("rule", [Rule.RCEIL, Rule.FLOOR])
+def test_rows_with_a_weight_count_so_much_in_every_sum(rule: Rule):
+    op = operand(m=48)
+    op.a[:, 5::32] *= 30
+    halves = [op._replace(a=op.a[:32]), op._replace(a=op.a[32:])]
+    drawn, certain = (measure_operand(half, format="mxfp4", rule=rule.value) for half in halves)
+    both = measure_operand(op._replace(n_certain=16, certain_weight=0.25), format="mxfp4", rule=rule.value)
+    for name in (*ENERGY_SUMS, *OUTPUT_SUMS):
+        assert both.row[name] == pytest.approx(drawn.row[name] + 0.25 * certain.row[name], rel=1e-6), name
+    assert identity_error(both.row) < IDENTITY_TOLERANCE
+    assert both.row["n"] == drawn.row["n"] + certain.row["n"] // 4
+    assert abs(both.row["n_zeroed"] - drawn.row["n_zeroed"] - certain.row["n_zeroed"] / 4) <= 0.5
+    assert both.row["amax"] == max(drawn.row["amax"], certain.row["amax"])
+    a, b, c = (next(measure_corrections([each], ["of:0.5", "mbs:32"])) for each in (both, drawn, certain))
+    for row, drawn_row, certain_row in zip(a, b, c, strict=True):
+        for name in ("sum_e2", "sum_e2_on_d", "out_e2", "out_zeroed2"):
+            assert row[name] == pytest.approx(drawn_row[name] + 0.25 * certain_row[name], rel=1e-6, abs=1e-12), name
+
+
+def test_a_weight_hides_no_number_that_is_none():
+    op = operand(m=48)
+    op.a[40, 3] = float("nan")
+    row = measure_operand(op._replace(n_certain=16, certain_weight=0.01), format="mxfp4", rule="rceil").row
+    assert (row["n_nonfinite"], row["n_blocks_excluded"]) == (1, 1)

@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from mxprobe.agent.sampling import TILE, sample_tiles, seed_of, take
+from mxprobe.agent.sampling import CERTAIN_SHARE, TILE, row_norms, sample_rows, sample_tiles, seed_of, take
 
 
 def test_everything_is_taken_where_it_fits():
@@ -47,3 +48,68 @@ def test_a_taken_tensor_does_not_follow_the_original():
         x.zero_()
     assert torch.equal(copied, torch.ones(4, 2))
     assert not copied.requires_grad
+
+
+N, LIMIT = 512, 64
+
+
+def heavy_rows() -> torch.Tensor:
+    """[N, 32]: the norms of rows vary by a few powers of ten."""
+    generator = torch.Generator().manual_seed(0)
+    scale = (1.5 * torch.randn(N, 1, generator=generator)).exp()
+    return torch.randn(N, 32, generator=generator) * scale
+
+
+def test_few_rows_are_all_taken():
+    assert sample_rows(torch.ones(LIMIT), LIMIT, seed=0) is None
+
+
+def test_the_largest_rows_are_always_in_and_stand_for_themselves():
+    norms = row_norms(heavy_rows())
+    rows = sample_rows(norms, LIMIT, seed=1)
+    assert rows is not None
+    assert rows.n_certain == LIMIT // CERTAIN_SHARE
+    assert set(rows.index[-rows.n_certain :].tolist()) == set(norms.topk(rows.n_certain).indices.tolist())
+    assert rows.weights()[-rows.n_certain :].unique().tolist() == [1.0]
+    assert len(set(rows.index.tolist())) == LIMIT
+    assert float(rows.weights().sum()) == N
+
+
+def test_a_row_that_is_not_a_number_is_one_of_the_largest():
+    norms = torch.ones(N)
+    norms[17] = float("nan")
+    rows = sample_rows(norms, LIMIT, seed=2)
+    assert rows is not None
+    assert 17 in rows.index[-rows.n_certain :]
+
+
+def test_norms_of_half_precision_do_not_overflow():
+    assert row_norms(torch.full((1, 64), 6e4, dtype=torch.float16)).item() == pytest.approx(48e4)
+
+
+def errors(values: torch.Tensor, norms: torch.Tensor, *, certain: bool, n_draws: int = 400) -> torch.Tensor:
+    """Relative errors of the estimated sum of `values`, one for each draw."""
+    estimates: list[torch.Tensor] = []
+    for seed in range(n_draws):
+        if certain:
+            rows = sample_rows(norms, LIMIT, seed=seed)
+            assert rows is not None
+            estimates.append(values[rows.index] @ rows.weights())
+        else:
+            index = torch.randperm(N, generator=torch.Generator().manual_seed(seed))[:LIMIT]
+            estimates.append(values[index].sum() * N / LIMIT)
+    return torch.stack(estimates) / values.sum() - 1
+
+
+def test_weighted_sums_are_unbiased_and_vary_less_where_rows_are_heavy_tailed():
+    x = heavy_rows().double()
+    energies, norms = x.square().sum(1), row_norms(x)
+    certain, by_lot = (errors(energies, norms, certain=which) for which in (True, False))
+    assert abs(float(certain.mean())) < 4 * float(certain.std()) / len(certain) ** 0.5
+    assert float(certain.std()) < 0.1 * float(by_lot.std())
+
+
+def test_single_rows_leave_the_global_generator_alone():
+    before = torch.random.get_rng_state()
+    sample_rows(torch.rand(N, generator=torch.Generator()), LIMIT, seed=1)
+    assert torch.equal(before, torch.random.get_rng_state())
