@@ -92,6 +92,9 @@ _OPERAND: Columns = (
     ("rule", "dict"),
     ("sampled_frac", "float64"),  # rows measured / rows there were
     ("n_clusters", "int64"),  # rows (or 32-token tiles) measured: the sampling units
+    # Which part of the operand this rank holds, and after " | " what its partner adds: "tokens=r0 in=1/2 | out=0/2".
+    # Equal texts are copies: see mxprobe.agent.adapters.placement. Empty, or null in older traces: the whole.
+    ("placement", "dict"),
 )
 
 OUTPUT_SUMS: tuple[str, ...] = (
@@ -128,6 +131,7 @@ TABLES: dict[str, Columns] = {
         *((name, "int64") for name in COUNTS),
         *((name, "float64") for name in ENERGY_SUMS),
         ("amax", "float64"),
+        ("n_edge_blocks", "int64"),  # that one GPU would form differently: a shard ends within a block
         ("delta_hist", f"list<int64:{DELTA_BINS}>"),  # log2(s/s*) in [0, 1); outside is clipped to the end bins
         ("code_hist", f"list<int64:{CODE_BINS}>"),  # sign * 8 + E2M1 code
         *((name, "float64") for name in OUTPUT_SUMS),

@@ -200,6 +200,8 @@ class _Stack:
     """All versions of a module's watched weights as one matrix [V F, K], so that each recipe is tried once."""
 
     def __init__(self, snapshot: Snapshot, versions: list[Version]) -> None:
+        assert snapshot.y is not None  # only outputs that are visible are judged
+        assert snapshot.y_watched is not None
         self._n = len(versions)
         self._dtype = snapshot.y.dtype
         self._x = snapshot.x.cpu()
@@ -277,5 +279,6 @@ def _is_transposed(snapshot: Snapshot) -> bool:
 
 
 def _without_bias(snapshot: Snapshot) -> torch.Tensor:
+    assert snapshot.y_watched is not None  # only outputs that are visible are judged
     y, bias = snapshot.y_watched.double(), snapshot.weight.watched_bias
     return y if bias is None else y - bias.double()

@@ -1,4 +1,6 @@
-"""One Linear under observation: a forward hook, and a tensor hook on its output for the gradient.
+"""One GEMM of a module under observation: a forward hook, and a tensor hook on its output for the gradient.
+
+What of a call are the operands is for the module's adapter to say (`mxprobe.agent.adapters`).
 
 Only these two: full backward hooks wrap the output and break models that change it in place. Where the output is
 another shape of a tensor of its own (the product of a [batch, tokens, features] input), the tensor hook goes on that:
@@ -23,6 +25,9 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from mxprobe.agent.adapters.adapter import Reading
+from mxprobe.agent.adapters.placement import Placement
+from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.sampling import seed_of, take
@@ -39,7 +44,7 @@ class ModuleProbe:
     def __init__(
         self,
         name: str,
-        module: nn.Linear,
+        module: nn.Module,
         *,
         clock: Clock,
         guard: Guard,
@@ -47,9 +52,18 @@ class ModuleProbe:
         max_rows: int,
         max_features: int,
         trains: bool,
+        part: str = "",
+        token_group: str = "",
     ) -> None:
+        """`part`: which of the module's GEMMs, as its adapter calls it; `token_group`: see `Placement`."""
+        adapter = adapter_of(module)
+        if adapter is None:
+            raise TypeError(f"no adapter for {type(module).__name__}")
         self.name = name
         self.module = module
+        self.part = part
+        self._adapter = adapter
+        self._token_group = token_group
         self.armed = False
         self.train_rows = 0
         """Rows through the module in the last probed step, with gradient (each counted once)."""
@@ -86,7 +100,9 @@ class ModuleProbe:
         """Between probed steps there is no hook: a module that has one takes torch's slow path at each call."""
         self.forget()
         if self._handle is None:
-            self._handle = self.module.register_forward_hook(self._forward_hook)
+            self._handle = self.module.register_forward_hook(
+                self._forward_hook, with_kwargs=True, prepend=self._adapter.prepend
+            )
         self.armed = True
 
     def remove(self) -> None:
@@ -102,7 +118,7 @@ class ModuleProbe:
     @property
     def sample_bytes(self) -> int:
         """Upper bound of what one armed step copies of this module."""
-        out_features, in_features = self.module.out_features, self.module.in_features
+        out_features, in_features = self._adapter.shape(self.module, self.part)
         rows = 2 * self._max_rows * (in_features + 2 * out_features)
         weight = min(out_features, self._max_features) * in_features
         weight += min(in_features, self._max_features) * out_features
@@ -125,7 +141,7 @@ class ModuleProbe:
     def saw_rollout(self) -> bool:
         return self._rollout_done
 
-    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not self.armed:
             return
         if os.getpid() != self._pid:  # a forked child has no thread of ours, and perhaps a lock that stays taken
@@ -133,34 +149,37 @@ class ModuleProbe:
             return
         started = time.perf_counter_ns()
         try:
-            self._on_call(args, output)
+            self._on_call(args, kwargs, output)
         except Exception as error:
             self._guard.swallow(f"forward hook of {self.name}", error)
         self._clock.hook_ns += time.perf_counter_ns() - started
 
-    def _on_call(self, args: tuple[Any, ...], output: Any) -> None:
-        x: Any = args[0] if args else None
-        if not (is_plain(x) and is_plain(output) and x.dim() and x.numel()):
-            self.why_unread = f"input is a {type(x).__name__}, output a {type(output).__name__}"
+    def _on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        reading = self._adapter.read(self.module, self.part, args, kwargs, output)
+        if isinstance(reading, str):
+            self.why_unread = reading
+            return
+        x = reading.x
+        if not (x.dim() and x.numel()):
+            self.why_unread = "called without a row"
             return
         if is_off_limits(x):
             self.why_unread = "called under tracing, functorch or CUDA-graph capture"
             return
         if not self.trains:
-            self._on_serving_call(x, output)
+            self._on_serving_call(reading)
         elif torch.is_grad_enabled():
-            self._on_training_call(x, output)
+            self._on_training_call(reading)
         elif not in_backward():
-            self._on_no_grad_call(x, output)
+            self._on_no_grad_call(reading)
 
-    def _on_training_call(self, x: torch.Tensor, output: torch.Tensor) -> None:
+    def _on_training_call(self, reading: Reading) -> None:
         recomputed = in_backward()
         if recomputed and not self._reentrant:
             if self._train_seen:
                 return  # counted in the first pass
             self._reentrant = True
-        n_rows = _rows(x)
-        self._train_rows += n_rows
+        self._train_rows += _rows(reading.x)
         if self._reentrant:
             self._pending = None  # the same region's first pass
         self._resolve_pending()
@@ -169,28 +188,31 @@ class ModuleProbe:
         self._train_seen = True
         if self._clock.only_outputs and not self._rollout_done:
             return
-        snapshot = self._snapshot(x, output, Phase.TRAIN)
+        snapshot = self._snapshot(reading, Phase.TRAIN)
         if snapshot is None:
             return
-        if output.requires_grad and snapshot.with_operands:
+        output = reading.output
+        if output is not None and output.requires_grad and snapshot.with_operands:
             self._train = snapshot
-            self._expect_gradient(snapshot, output)
+            self._expect_gradient(snapshot, output, reading)
         else:
             self._send(snapshot)
 
-    def _expect_gradient(self, snapshot: Snapshot, output: torch.Tensor) -> None:
-        own_tensor(output).register_hook(self._gradient_hook(snapshot))
+    def _expect_gradient(self, snapshot: Snapshot, output: torch.Tensor, reading: Reading) -> None:
+        lean = reading._replace(x=reading.x.new_empty(0), output=None, y=None)  # the hook must not keep the call alive
+        own_tensor(output).register_hook(self._gradient_hook(snapshot, lean))
 
-    def _gradient_hook(self, snapshot: Snapshot) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, snapshot: Snapshot, reading: Reading) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
             if not self.armed or self._train is not snapshot or os.getpid() != self._pid:
                 return
             started = time.perf_counter_ns()
             try:
                 self._train = None
-                if is_plain(gradient) and not is_off_limits(gradient):
-                    with undisturbed(gradient.device.type):
-                        snapshot.add_gradient(gradient)
+                g = self._adapter.gradient(gradient, reading)
+                if g is not None and not is_off_limits(g):
+                    with undisturbed(g.device.type):
+                        snapshot.add_gradient(g)
                 self._send(snapshot)
             except Exception as error:
                 self._guard.swallow(f"gradient hook of {self.name}", error)
@@ -198,14 +220,15 @@ class ModuleProbe:
 
         return hook
 
-    def _on_no_grad_call(self, x: torch.Tensor, output: torch.Tensor) -> None:
+    def _on_no_grad_call(self, reading: Reading) -> None:
+        x = reading.x
         n_rows = _rows(x)
         if x.dim() >= 3 and x.shape[-2] == 1:
             self._clock.n_decodes += 1
             self._rollout_rows += self._undecided_rows + n_rows
             self._undecided_rows = 0
             if self._pending is not None and not self._rollout_done:
-                self._join_decode_step(self._pending, x, output)
+                self._join_decode_step(self._pending, reading)
             self._pending = None
             return
         if self._train_seen:
@@ -214,12 +237,12 @@ class ModuleProbe:
         self._undecided_rows = n_rows
         self._pending_decodes = self._clock.n_decodes
         if not (self._rollout_done and self._eval_done):
-            self._pending = self._snapshot(x, output, Phase.EVAL)
+            self._pending = self._snapshot(reading, Phase.EVAL)
 
-    def _join_decode_step(self, prefill: Snapshot, x: torch.Tensor, output: torch.Tensor) -> None:
-        decode = self._snapshot(x, output, Phase.ROLLOUT)
+    def _join_decode_step(self, prefill: Snapshot, reading: Reading) -> None:
+        decode = self._snapshot(reading, Phase.ROLLOUT)
         if decode is not None:
-            with undisturbed(x.device.type):
+            with undisturbed(reading.x.device.type):
                 prefill.append_rows(decode)
         self._rollout_done = True
         prefill.phase = Phase.ROLLOUT.value
@@ -245,32 +268,32 @@ class ModuleProbe:
             self._eval_done = True
             self._send(snapshot)
 
-    def _on_serving_call(self, x: torch.Tensor, output: torch.Tensor) -> None:
-        self._rollout_rows += _rows(x)
+    def _on_serving_call(self, reading: Reading) -> None:
+        self._rollout_rows += _rows(reading.x)
         if self._rollout_done:
             return
         self._rollout_done = True
-        snapshot = self._snapshot(x, output, Phase.ROLLOUT)
+        snapshot = self._snapshot(reading, Phase.ROLLOUT)
         if snapshot is not None:
             self._send(snapshot)
 
-    def _snapshot(self, x: torch.Tensor, output: torch.Tensor, phase: Phase) -> Snapshot | None:
+    def _snapshot(self, reading: Reading, phase: Phase) -> Snapshot | None:
+        x = reading.x
         seed = seed_of(self._clock.step, self.name)
         with undisturbed(x.device.type):
             weight = self._weights.get(phase is Phase.TRAIN)
             if weight is None:
-                weight = sample_weight(self.module, max_features=self._max_features, seed=seed)
+                weight = sample_weight(
+                    self.module, max_features=self._max_features, seed=seed, part=self.part, given=reading.weight
+                )
             if weight is None:
                 self.why_unread = "weight is not a plain two-dimensional tensor"
                 return None
             self._weights[phase is Phase.TRAIN] = weight
-            out_features = weight.columns.shape[0]
-            index = sample_rows(x, max_rows=self._max_rows, out_features=out_features, seed=seed)
-            whole = output.detach().reshape(-1, output.shape[-1])
-            y = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
-            watched = y
-            if weight.watched is not weight.rows:
-                watched = take(whole.index_select(1, weight.watched_index), index)
+            index = sample_rows(x, max_rows=self._max_rows, out_features=weight.columns.shape[0], seed=seed)
+            y, y_watched = _outputs(reading.y, weight, index)
+            placement = reading.placement.within(self._token_group)
+            g_index, x_of_gradient = self._rows_of_gradient(reading, placement, seed)
             return Snapshot(
                 module=self.name,
                 phase=phase.value,
@@ -279,18 +302,53 @@ class ModuleProbe:
                 time_ns=time.time_ns(),
                 n_rows=_rows(x),
                 row_index=index,
-                x=take(x.detach().reshape(-1, x.shape[-1]), index),
+                x=_operand(reading, take(x.detach().reshape(-1, x.shape[-1]), index)),
                 y=y,
-                y_watched=watched,
+                y_watched=y_watched,
                 weight=weight,
                 with_operands=not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains),
                 with_weights=self._clock.with_weights,
+                placement=placement,
+                g_index=g_index,
+                x_of_gradient=x_of_gradient,
             )
+
+    def _rows_of_gradient(
+        self, reading: Reading, placement: Placement, seed: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(rows of G to copy, X at these rows) where G has other rows than X; (None, None) where it has the same."""
+        shards, output = (placement.x_tokens, placement.g_tokens), reading.output
+        if output is None or shards[0].count == shards[1].count:
+            return None, None
+        n_g = _rows(output)
+        index = sample_rows(output, max_rows=self._max_rows, out_features=output.shape[-1], seed=seed)
+        if placement.g_tokens.count == 1:
+            return torch.arange(n_g, device=output.device) if index is None else index, None
+        x = reading.x.detach().reshape(-1, reading.x.shape[-1]).narrow(0, placement.g_tokens.index * n_g, n_g)
+        rows = _operand(reading, take(x, index))
+        return torch.arange(n_g, device=output.device) if index is None else index, rows
 
     def _send(self, snapshot: Snapshot) -> None:
         self._train = None if snapshot is self._train else self._train
         snapshot.mark_ready()
         self._submit(snapshot)
+
+
+def _operand(reading: Reading, rows: torch.Tensor) -> torch.Tensor:
+    return rows if reading.operand is None else reading.operand(rows).clone()
+
+
+def _outputs(
+    y: torch.Tensor | None, weight: WeightSample, index: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Copies of y at the sampled rows: of the sampled output features, and of the watched ones."""
+    if y is None:
+        return None, None
+    whole = y.detach().reshape(-1, y.shape[-1])
+    sampled = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
+    if weight.watched is weight.rows:
+        return sampled, sampled
+    return sampled, take(whole.index_select(1, weight.watched_index), index)
 
 
 def _rows(x: torch.Tensor) -> int:

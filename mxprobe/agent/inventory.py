@@ -7,7 +7,7 @@ sees are estimated from the median rows of those that are seen, and the reason s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from statistics import median
@@ -16,6 +16,8 @@ from typing import Any, Callable
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, type_before_parametrizations
 
+from mxprobe.agent.adapters.adapter import Adapter
+from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.hooks import ModuleProbe
 from mxprobe.agent.roots import named_modules
 
@@ -34,45 +36,65 @@ class Entry:
     n_parameters: int
     """Of all its parameters of two or more dimensions: what its GEMMs read."""
     selected: bool
-    """A Linear whose name matches a glob and that can be hooked."""
+    """A GEMM with an adapter, whose name matches a glob and that can be hooked."""
     obstacle: str = ""
     """Why its calls are not seen, or must not be watched, where that is known beforehand."""
+    part: str = ""
+    """Which of the module's GEMMs, as its adapter calls it."""
+    has_adapter: bool = False
 
     @property
     def is_linear(self) -> bool:
-        return isinstance(self.module, nn.Linear)
+        return self.has_adapter
 
 
 def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
-    """Every Linear and every other module that directly owns a parameter of two or more dimensions, once."""
+    """Every GEMM that an adapter knows, and every other module that directly owns a matrix, once."""
     entries: list[Entry] = []
     compiled, fused = _below(roots, is_compiled), _below(roots, has_fused_path)
     for name, module in named_modules(roots):
         if isinstance(module, ParametrizationList):
             continue  # belongs to the module it parametrizes
-        matrices = _matrices(module)
-        if not matrices and not isinstance(module, nn.Linear):
-            continue
-        largest = max(matrices, key=lambda p: p.numel()) if matrices else None
-        if isinstance(module, nn.Linear):
-            shape: tuple[int, ...] = (module.out_features, module.in_features)
-            n_parameters = module.out_features * module.in_features
-        else:
-            shape = tuple(largest.shape) if largest is not None else ()
+        matrices, adapter = _matrices(module), adapter_of(module)
+        misfit = adapter.misfit(module) if adapter is not None else ""
+        if adapter is not None and not misfit:
+            obstacle = _COMPILED if id(module) in compiled else _FUSED if id(module) in fused else ""
+            entries += _gemms(name, module, adapter, matrices, globs, obstacle)
+        elif matrices:
+            largest = max(matrices, key=lambda p: p.numel())
             n_parameters = sum(p.numel() for p in matrices)
-        obstacle = _COMPILED if id(module) in compiled else _FUSED if id(module) in fused else ""
-        entries.append(
-            Entry(
-                name=name,
-                module=module,
-                shape=shape,
-                dtype=str(largest.dtype).replace("torch.", "") if largest is not None else "",
-                n_parameters=n_parameters,
-                selected=obstacle != _FUSED and _matches(name, module, globs),
-                obstacle=obstacle,
-            )
-        )
+            shape, dtype = tuple(largest.shape), _dtype(matrices)
+            known = adapter is not None
+            entries.append(Entry(name, module, shape, dtype, n_parameters, False, misfit, has_adapter=known))
     return entries
+
+
+def _gemms(
+    name: str,
+    module: nn.Module,
+    adapter: Adapter,
+    matrices: list[nn.Parameter],
+    globs: Sequence[str],
+    obstacle: str,
+) -> Iterator[Entry]:
+    shapes = {part: (adapter.shape(module, part), obstacle) for part in adapter.parts(module)}
+    for part, ((n_out, n_in), why) in {**shapes, **adapter.hidden(module)}.items():
+        full = f"{name}.{part}" if part else name
+        yield Entry(
+            name=full,
+            module=module,
+            shape=(n_out, n_in),
+            dtype=_dtype(matrices),
+            n_parameters=n_out * n_in,
+            selected=part in shapes and why != _FUSED and any(fnmatchcase(full, glob) for glob in globs),
+            obstacle=why,
+            part=part,
+            has_adapter=True,
+        )
+
+
+def _dtype(matrices: list[nn.Parameter]) -> str:
+    return str(max(matrices, key=lambda p: p.numel()).dtype).replace("torch.", "") if matrices else ""
 
 
 _COMPILED = "runs inside torch.compile, where module hooks do not fire"
@@ -82,10 +104,6 @@ NO_GRADIENT = (
     "no gradient came to its output in some probed steps: it was changed in place as a view of a larger tensor, or the "
     "loss does not depend on it"
 )
-
-
-def _matches(name: str, module: nn.Module, globs: Sequence[str]) -> bool:
-    return isinstance(module, nn.Linear) and any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _below(roots: list[nn.Module], is_top: Callable[[nn.Module], bool]) -> set[int]:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from mxprobe.agent.block_statistics import block_row
 from mxprobe.agent.codes import EVENT, WeightHistory
 from mxprobe.agent.noise import EVENT as NOISE_EVENT
@@ -33,10 +35,11 @@ from mxprobe.agent.operands import (
 )
 from mxprobe.agent.recipes import Call, Recipe, infer_recipe
 from mxprobe.agent.replay.gradient_error import DGRAD, WGRAD, gradient_error
-from mxprobe.agent.sampling import take
+from mxprobe.agent.sampling import TILE, take
 from mxprobe.agent.snapshot import Snapshot
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
+from mxprobe_kernels.formats import get_format
 from mxprobe_kernels.torch_backend import ErrorFields
 
 TableRow = tuple[str, Row]
@@ -52,13 +55,24 @@ def operands(snapshot: Snapshot) -> Iterator[Operand]:
     if s.gradient is None:
         return
     g = s.gradient
-    yield Operand(Role.G_DGRAD, g, w.columns, *rows)
+    g_rows = rows if s.g_index is None else (g.shape[0] / s.n_gradient_rows, g.shape[0])
+    yield Operand(Role.G_DGRAD, g, w.columns, *g_rows)
     if s.with_weights:
         yield Operand(Role.W_DGRAD, w.columns.T, g.T, w.in_frac, w.columns.shape[1])
+    x_of_g, g_of_x = (s.x, g) if s.g_index is None else (s.x_of_gradient, s.gradient_of_x)
     g_s = g if w.out_index is None else take(g, w.out_index, dim=1)
     x_s = s.x if w.in_index is None else take(s.x, w.in_index, dim=1)
-    yield Operand(Role.G_WGRAD, g_s.T, x_s, s.sampled_frac, s.n_tiles)
-    yield Operand(Role.X_WGRAD, x_s.T, g_s, s.sampled_frac, s.n_tiles)
+    g_tiles = s.n_tiles if s.g_index is None else -(-g.shape[0] // TILE)
+    yield Operand(Role.G_WGRAD, g_s.T, _partner(g, x_of_g, w.in_index), g_rows[0], g_tiles)
+    yield Operand(Role.X_WGRAD, x_s.T, _partner(s.x, g_of_x, w.out_index), s.sampled_frac, s.n_tiles)
+
+
+def _partner(operand: torch.Tensor, other: torch.Tensor | None, index: torch.Tensor | None) -> torch.Tensor:
+    """The rows that an operand meets in the weight gradient; a column of zeros, which adds nothing to any sum, where
+    they are on another rank."""
+    if other is None:
+        return operand.new_zeros(operand.shape[0], 1)
+    return other if index is None else take(other, index, dim=1)
 
 
 def measure_step(
@@ -83,24 +97,20 @@ def measure_step(
             "module": snapshot.module,
             "phase": snapshot.phase,
         }
-        before = recipes.get((snapshot.module, snapshot.phase))
-        output = _output_row(snapshot, recipes)
-        recipe = (output["recipe_x"], output["recipe_w"])
-        found = history.judge(snapshot, recipe, exact=output["exact"], step_base=step_base)
-        yield "outputs", {**when, **output, "weight_lag": found.weight_lag}
-        if output["exact"] and before not in (None, recipe):
-            detail = f"{snapshot.module} {snapshot.phase} {_words(recipe)}: it was {_words(before)} before"
-            yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": "recipe", "detail": detail}
+        yield from _output_rows(when, snapshot, recipes, history, step_base)
         noise = history.noise.of_linear(snapshot.module, snapshot.phase, history.change(snapshot))
-        for kind, detail in ((EVENT, found.detail), (NOISE_EVENT, noise)):
-            if detail:
-                yield "events", {"step": when["step"], "time_ns": when["time_ns"], "kind": kind, "detail": detail}
+        if noise:
+            yield "events", _event(when, NOISE_EVENT, noise)
         fields: dict[Role, ErrorFields] = {}
         for operand in operands(snapshot) if snapshot.with_operands else ():
             measured = measure_operand(operand, format=config.format, rule=config.rule)
             fields[operand.role] = measured.fields
-            key: Row = {**when, "role": operand.role.value, "format": config.format, "rule": config.rule}
-            yield "tensors", {**key, **measured.row}
+            place = snapshot.placement.words(operand.role)
+            key: Row = {**when, "role": operand.role.value, "placement": place}
+            key.update(format=config.format, rule=config.rule)
+            n_rows, length = operand.a.shape
+            edges = snapshot.placement.edge_blocks(operand.role, length, n_rows, get_format(config.format).block)
+            yield "tensors", {**key, **measured.row, "n_edge_blocks": edges}
             sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
             yield "blocks", {**key, **sampled, **block_row(measured.fields)}
             yield from _findings(key, measured.row)
@@ -134,11 +144,33 @@ def _gradient_rows(
                 yield "gradients", {**key, **row}
 
 
-def _output_row(snapshot: Snapshot, recipes: dict[tuple[str, str], Recipe]) -> Row:
+def _output_rows(
+    when: Row, snapshot: Snapshot, recipes: dict[tuple[str, str], Recipe], history: WeightHistory, step_base: int
+) -> Iterator[TableRow]:
+    """What the layer did, and what is news about it; nothing where the module does not show its own output."""
+    if snapshot.y is None:
+        return
+    before = recipes.get((snapshot.module, snapshot.phase))
+    output = _output_row(snapshot, snapshot.y, recipes)
+    recipe = (output["recipe_x"], output["recipe_w"])
+    found = history.judge(snapshot, recipe, exact=output["exact"], step_base=step_base)
+    yield "outputs", {**when, **output, "weight_lag": found.weight_lag}
+    if output["exact"] and before not in (None, recipe):
+        detail = f"{snapshot.module} {snapshot.phase} {_words(recipe)}: it was {_words(before)} before"
+        yield "events", _event(when, "recipe", detail)
+    if found.detail:
+        yield "events", _event(when, EVENT, found.detail)
+
+
+def _event(when: Row, kind: str, detail: str) -> Row:
+    return {"step": when["step"], "time_ns": when["time_ns"], "kind": kind, "detail": detail}
+
+
+def _output_row(snapshot: Snapshot, output: torch.Tensor, recipes: dict[tuple[str, str], Recipe]) -> Row:
     bias = snapshot.weight.bias
-    y = snapshot.y if bias is None else snapshot.y.double() - bias.double()
+    y = output if bias is None else output.double() - bias.double()
     place = (snapshot.module, snapshot.phase)
-    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y, snapshot.y.dtype), recipes.get(place))
+    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y, output.dtype), recipes.get(place))
     if sums["exact"]:
         recipes[place] = recipe
     return {

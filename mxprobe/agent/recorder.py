@@ -11,6 +11,10 @@ MAX_ROWS = 2000
 """Rows of one batch: a few megabytes of JSON, so that one batch is never a noticeable write."""
 
 
+WHOLE = {"placement": "", "n_edge_blocks": 0}
+"""Of a row that says nothing of its part of a GEMM."""
+
+
 class Recorder:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -30,4 +34,6 @@ class Recorder:
 
 def to_columns(table: str, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Rows -> {column: values} in the order of the schema. KeyError where a row lacks a column."""
-    return {name: [row[name] for row in rows] for name, _ in TABLES[table]}
+    return {
+        name: [row.get(name, WHOLE[name]) if name in WHOLE else row[name] for row in rows] for name, _ in TABLES[table]
+    }

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from mxprobe.agent import black_box, noise
+from mxprobe.agent.adapters.table import adapter_of
+from mxprobe.agent.adapters.tokens import token_group
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
@@ -271,9 +273,10 @@ class Session:
         self._watch.close()
         config = self._config
         self._entries = take_inventory(roots, config.layers)
+        group = token_group(roots)
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         for entry in self._entries:
-            if entry.selected and isinstance(entry.module, nn.Linear):
+            if entry.selected:
                 self._probes[entry.name] = ModuleProbe(
                     entry.name,
                     entry.module,
@@ -283,6 +286,8 @@ class Session:
                     max_rows=config.max_rows,
                     max_features=config.max_features,
                     trains=self.role == "trainer",
+                    part=entry.part,
+                    token_group=group,
                 )
         self._signals.ensure_wrapped()
         self._clock.advance()
@@ -409,7 +414,7 @@ class Session:
         clock = self._clock
         busy = self._measuring = self.worker.backlog > 0
         if self.role == "trainer" and not busy and self._schedule.is_near(clock.step, RECENT):
-            copies = copy_versions(clock.step, {name: probe.module for name, probe in self._probes.items()})
+            copies = copy_versions(clock.step, self._linears())
             self.worker.put(lambda: self.worker.keep_versions(copies))
         affordable = self._budget.affords_probe()
         if not affordable and self._schedule.is_due(clock.step):
@@ -575,4 +580,4 @@ class Session:
 
 
 def _has_linear(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.Linear) for m in module.modules())
+    return any(adapter_of(m) is not None for m in module.modules())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
+from mxprobe.agent.adapters.linear import effective_weight as effective_weight
+from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.guard import is_plain
 from mxprobe.agent.sampling import sample_tiles, take
 
@@ -51,9 +51,14 @@ class WeightSample:
         return self.columns.shape[1] / self.rows.shape[1]
 
 
-def sample_weight(module: nn.Linear, *, max_features: int, seed: int) -> WeightSample | None:
-    """Copy the sampled rows and columns of the module's current weight; None where it is no plain tensor."""
-    weight = effective_weight(module)
+def sample_weight(
+    module: nn.Module, *, max_features: int, seed: int, part: str = "", given: torch.Tensor | None = None
+) -> WeightSample | None:
+    """Copy the sampled rows and columns of a module's current weight; None where it is no plain tensor.
+
+    `part` names the GEMM where the module has several; `given` is the weight where the call was handed it.
+    """
+    weight, bias = weight_of(module, part) if given is None else (given, weight_of(module, part)[1])
     if not is_plain(weight) or weight.dim() != 2:
         return None
     out_features, in_features = weight.shape
@@ -61,7 +66,6 @@ def sample_weight(module: nn.Linear, *, max_features: int, seed: int) -> WeightS
     in_index = sample_tiles(in_features, max_features, seed=seed + 1, device=weight.device)
     rows = take(weight, out_index)
     columns = rows if out_index is None and in_index is None else take(weight, in_index, dim=1)
-    bias = _bias(module)
     index = watched_features(weight)
     is_all = out_index is None and len(index) == out_features
     return WeightSample(
@@ -76,18 +80,19 @@ def sample_weight(module: nn.Linear, *, max_features: int, seed: int) -> WeightS
     )
 
 
-def sample_watched(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def sample_watched(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """(weight [F, K], bias [F] or None) of the watched output features; None where W is no plain tensor."""
-    weight = effective_weight(module)
+    weight, bias = weight_of(module)
     if not is_plain(weight) or weight.dim() != 2:
         return None
-    index, bias = watched_features(weight), _bias(module)
+    index = watched_features(weight)
     return take(weight, index), None if bias is None else take(bias, index)
 
 
-def _bias(module: nn.Linear) -> torch.Tensor | None:
-    bias = dict(module.named_parameters(recurse=False)).get("bias")
-    return bias if bias is not None and is_plain(bias) else None
+def weight_of(module: nn.Module, part: str = "") -> tuple[Any, torch.Tensor | None]:
+    """(W, bias that y contains) by the module's adapter; (None, None) where it has none."""
+    adapter = adapter_of(module)
+    return (None, None) if adapter is None else (adapter.weight(module, part), adapter.bias(module, part))
 
 
 def watched_features(weight: torch.Tensor) -> torch.Tensor:
@@ -96,22 +101,3 @@ def watched_features(weight: torch.Tensor) -> torch.Tensor:
     feature_bytes = max(in_features * weight.element_size(), 1)
     n = min(max(WATCHED_BYTES // feature_bytes, MIN_WATCHED), out_features)
     return torch.arange(n, device=weight.device) * out_features // max(n, 1)
-
-
-def effective_weight(module: nn.Linear) -> Any:
-    """`module.weight`, with a parametrization evaluated on copies of its modules.
-
-    A parametrization may keep state (spectral norm iterates in place at every read) or draw random numbers;
-    reading `module.weight` once more would then change the run. The copies are in evaluation mode, which for
-    spectral norm yields the weight of the forward that has just run.
-    """
-    if not is_parametrized(module, "weight"):
-        return module.weight
-    chain: Any = module.parametrizations.weight  # pyright: ignore[reportAttributeAccessIssue]
-    steps: list[Any] = [copy.deepcopy(step).eval() for step in chain]
-    originals = [p for name, p in chain.named_parameters(recurse=False) if name.startswith("original")]
-    with torch.random.fork_rng(devices=[]):
-        value: Any = steps[0](*originals)
-        for step in steps[1:]:
-            value = step(value)
-    return value

@@ -152,7 +152,9 @@ def _drop_padding(snapshot: Snapshot, real: torch.Tensor) -> bool:
         return True  # routed tokens, pooled sequences: which rows are padding is not known
     keep = real if snapshot.row_index is None else real[snapshot.row_index]
     sampled_frac = snapshot.sampled_frac
-    snapshot.x, snapshot.y, snapshot.y_watched = snapshot.x[keep], snapshot.y[keep], snapshot.y_watched[keep]
+    snapshot.x = snapshot.x[keep]
+    if snapshot.y is not None and snapshot.y_watched is not None:
+        snapshot.y, snapshot.y_watched = snapshot.y[keep], snapshot.y_watched[keep]
     index = torch.arange(real.numel()) if snapshot.row_index is None else snapshot.row_index
     snapshot.row_index = index[keep]
     n_kept = snapshot.x.shape[0]

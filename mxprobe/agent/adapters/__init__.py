@@ -1,0 +1,1 @@
+"""How each family of modules shows the operands of its GEMMs: one file per family, all of them in `table`."""
