@@ -71,6 +71,8 @@ class ModuleProbe:
         self.last_probed = -1
         self.why_unread = ""
         """Set where a call was seen whose tensors cannot be read."""
+        self.withheld = ""
+        """Why its output is not compared with x W^T, where the module does not show it."""
         self.n_lost_gradients = 0
         """Probed steps in which the output required a gradient and none came."""
         self._clock = clock
@@ -292,6 +294,7 @@ class ModuleProbe:
             self._weights[phase is Phase.TRAIN] = weight
             index = sample_rows(x, max_rows=self._max_rows, out_features=weight.columns.shape[0], seed=seed)
             y, y_watched = _outputs(reading.y, weight, index)
+            self.withheld = reading.withheld
             placement = reading.placement.within(self._token_group)
             g_index, x_of_gradient = self._rows_of_gradient(reading, placement, seed)
             return Snapshot(

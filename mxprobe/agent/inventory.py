@@ -16,7 +16,7 @@ from typing import Any, Callable
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, type_before_parametrizations
 
-from mxprobe.agent.adapters.adapter import Adapter
+from mxprobe.agent.adapters.adapter import MISFIT, Adapter
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.hooks import ModuleProbe
 from mxprobe.agent.roots import named_modules
@@ -135,7 +135,8 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 def module_rows(entries: list[Entry], probes: dict[str, ModuleProbe]) -> list[dict[str, Any]]:
     """Rows of table `modules`, with the calls counted so far."""
     counted = [p.train_rows or p.rollout_rows for p in probes.values()]
-    typical = median([n for n in counted if n] or [0])
+    seen = [n for n in counted if n]
+    typical = median(seen) if seen else 1
     now = time.time_ns()
     rows: list[dict[str, Any]] = []
     for entry in entries:
@@ -145,10 +146,10 @@ def module_rows(entries: list[Entry], probes: dict[str, ModuleProbe]) -> list[di
         n_rollout = probe.rollout_rows if probe is not None else 0
         flops = _flops_per_row(entry)
         if status == PROBED:
-            flops *= n_train or n_rollout
+            flops *= n_train or n_rollout or (0 if seen else typical)
         elif flops:
             flops *= typical
-            reason += "; its FLOPs are estimated from the median rows of the probed modules"
+            reason += _ESTIMATED if seen else _ONE_ROW
         rows.append(
             {
                 "time_ns": now,
@@ -165,6 +166,15 @@ def module_rows(entries: list[Entry], probes: dict[str, ModuleProbe]) -> list[di
             }
         )
     return rows
+
+
+_ESTIMATED = "; its FLOPs are estimated from the median rows of the probed modules"
+_ONE_ROW = "; its FLOPs are those of one row, as no call of a probed module has been counted"
+
+
+def misfits(entries: list[Entry]) -> list[str]:
+    """In what upstream classes differ from what the adapters were written for; each difference once."""
+    return list(dict.fromkeys(e.obstacle for e in entries if e.has_adapter and e.obstacle.startswith(MISFIT)))
 
 
 def _flops_per_row(entry: Entry) -> float:
@@ -187,7 +197,7 @@ def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
     if probe is None:
         return NOT_SELECTED, "its name matches none of the layer patterns"
     if probe.last_probed < 0 or probe.train_rows:
-        return PROBED, NO_GRADIENT if probe.n_lost_gradients else ""
+        return PROBED, "; ".join(each for each in (probe.withheld, NO_GRADIENT * (probe.n_lost_gradients > 0)) if each)
     if entry.obstacle:
         return NOT_CALLED, entry.obstacle
     if probe.why_unread:

@@ -33,6 +33,7 @@ from mxprobe.agent.flight import FlightTap, Norms
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows, not_to_be_hooked, take_inventory
+from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.noise import NormWatch, NormWeights
 from mxprobe.agent.recorder import Recorder
@@ -274,6 +275,8 @@ class Session:
         config = self._config
         self._entries = take_inventory(roots, config.layers)
         group = token_group(roots)
+        for detail in find_misfits(self._entries):
+            self._on_event("coverage", detail)
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         for entry in self._entries:
             if entry.selected:

@@ -64,7 +64,9 @@ def _coverage(coverage: Coverage) -> Evidence:
     return Evidence(
         "coverage",
         Certainty.MEASURED,
-        f"{percent(coverage.flops_frac)} of forward GEMM FLOPs seen ({text})",
+        f"0 % covered, because {coverage.because}"
+        if coverage.because
+        else f"{percent(coverage.flops_frac)} of forward GEMM FLOPs seen ({text})",
         coverage.flops_frac,
     )
 

@@ -102,6 +102,11 @@ class Coverage:
     not_seen: tuple[tuple[str, str], ...]
     """(module, reason) of modules with weight GEMMs that were not probed, the heaviest first."""
 
+    @property
+    def because(self) -> str:
+        """Why nothing was covered, the reason of the heaviest module; "" where something was."""
+        return self.not_seen[0][1].partition("; its FLOPs")[0] if self.flops_frac == 0.0 and self.not_seen else ""
+
 
 @dataclass(frozen=True)
 class Snippet:

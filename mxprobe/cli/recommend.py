@@ -82,7 +82,8 @@ def show(
     out.print(f"[bold]{_escape(title)}[/]\n")
     stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
     seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
-    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work seen {seen}\n")
+    seen = f"seen {seen}" if not coverage.because else f"0 % covered, because {coverage.because}"
+    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {_escape(seen)}\n")
     for item in recommendation.evidence:
         if explain or item.name.startswith(_KEY_EVIDENCE):
             mark = {True: "yes", False: "no", None: ""}[item.holds]

@@ -21,7 +21,9 @@ def section(recommendation: Recommendation, modules: pd.DataFrame) -> Html:
     headline = tag("p", percent(frac), class_="big")
     words = tag(
         "p",
-        f"of the weight-GEMM work was in {coverage.n_probed} probed modules, of {coverage.n_modules}.",
+        f"0 % covered, because {coverage.because}"
+        if coverage.because
+        else f"of the weight-GEMM work was in {coverage.n_probed} probed modules, of {coverage.n_modules}.",
         class_="note",
     )
     meter = tag(

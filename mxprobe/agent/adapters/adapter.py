@@ -19,6 +19,9 @@ from torch import nn
 from mxprobe.agent.adapters.placement import WHOLE, Placement
 from mxprobe.agent.guard import is_plain
 
+MISFIT = "adapter does not fit"
+"""How the reason begins where a class has changed."""
+
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -79,7 +82,7 @@ class Signature:
 
     def _words(self, difference: str) -> str:
         version = getattr(sys.modules.get(self.package), "__version__", "of unknown version")
-        return f"adapter does not fit {self.package} {version}: {self.class_name} has {difference} ({self.version})"
+        return f"{MISFIT} {self.package} {version}: {self.class_name} has {difference} ({self.version})"
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
