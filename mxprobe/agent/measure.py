@@ -22,6 +22,9 @@ import torch
 
 from mxprobe.agent.block_statistics import block_row
 from mxprobe.agent.codes import EVENT, WeightHistory
+from mxprobe.agent.moe.behaviour import OutputState
+from mxprobe.agent.moe.measure import measure_experts
+from mxprobe.agent.moe.snapshot import ExpertsSnapshot
 from mxprobe.agent.noise import EVENT as NOISE_EVENT
 from mxprobe.agent.operands import (
     CPU_BATCH_ELEMENTS,
@@ -76,20 +79,25 @@ def _partner(operand: torch.Tensor, other: torch.Tensor | None, index: torch.Ten
 
 
 def measure_step(
-    snapshots: Sequence[Snapshot],
+    snapshots: Sequence[Snapshot | ExpertsSnapshot],
     config: AgentConfig,
     *,
     step_base: int,
     recipes: dict[tuple[str, str], Recipe],
     history: WeightHistory,
+    experts: OutputState | None = None,
 ) -> Iterator[TableRow]:
     """Yield (table, row) for the snapshots of one step, a few at a time, so that a caller who must stop can.
 
     `step_base` is the number of steps the run had taken before attach; `recipes` holds the last exact recipe of
-    each (module, phase) and is updated; `history` holds the trainer's weights of earlier steps.
+    each (module, phase) and is updated; `history` holds the trainer's weights of earlier steps; `experts` what was
+    told of single experts.
     """
     waiting: dict[int, list[tuple[Row, Measured]]] = {}
     for snapshot in snapshots:
+        if isinstance(snapshot, ExpertsSnapshot):
+            yield from measure_experts(snapshot, config, step_base=step_base, state=experts or OutputState())
+            continue
         when: Row = {
             "step": step_base + snapshot.step,
             "micro_step": snapshot.micro_step,

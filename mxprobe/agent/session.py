@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from enum import Enum
+from functools import partial
 from typing import Any, Callable
 
 import torch
@@ -35,6 +36,7 @@ from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows, not_to_be_hooked, take_inventory
 from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.milestones import Milestones
+from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.noise import NormWatch, NormWeights
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
@@ -280,7 +282,8 @@ class Session:
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         for entry in self._entries:
             if entry.selected:
-                self._probes[entry.name] = ModuleProbe(
+                probe = partial(ExpertsProbe, every_expert=config.experts < 0) if entry.is_experts else ModuleProbe
+                self._probes[entry.name] = probe(
                     entry.name,
                     entry.module,
                     clock=self._clock,

@@ -12,6 +12,8 @@ import torch
 from mxprobe.agent.codes import RECENT, Copies, Version, WeightHistory
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.measure import measure_step
+from mxprobe.agent.moe.behaviour import OutputState
+from mxprobe.agent.moe.snapshot import ExpertsSnapshot
 from mxprobe.agent.noise import NormWeights
 from mxprobe.agent.recipes import Recipe
 from mxprobe.agent.recorder import Recorder
@@ -42,11 +44,12 @@ class Worker:
         self._busy = False
         self._changed = threading.Condition()
         self._n_snapshots = 0
-        self._held: list[Snapshot] = []
+        self._held: list[Snapshot | ExpertsSnapshot] = []
         self._stopping = False
         self._found: set[tuple[str, str]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._history = WeightHistory()
+        self._experts = OutputState()
         self._updates_due: dict[str, int] = {}
         self._streams: dict[torch.device, Any] = {}
         self._last_flush = time.monotonic()
@@ -62,7 +65,7 @@ class Worker:
         """For jobs of every step: done within FLUSH_EVERY_S. Waking a thread may cost the caller its turn."""
         self._jobs.append(job)
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def submit(self, snapshot: Snapshot | ExpertsSnapshot) -> None:
         """Hand over a snapshot; it is measured with the others of its step, by `measure`."""
         with self._changed:
             self._n_snapshots += 1
@@ -144,9 +147,9 @@ class Worker:
                 self._n_snapshots -= len(held)
         return time.perf_counter_ns() - started
 
-    def _measure_on_own_stream(self, snapshots: list[Snapshot]) -> None:
+    def _measure_on_own_stream(self, snapshots: list[Snapshot | ExpertsSnapshot]) -> None:
         """Wait for the copies by polling, then compute beside the run's stream; only this thread waits for it."""
-        by_device: dict[torch.device, list[Snapshot]] = {}
+        by_device: dict[torch.device, list[Snapshot | ExpertsSnapshot]] = {}
         for snapshot in snapshots:
             by_device.setdefault(snapshot.x.device, []).append(snapshot)
         for device, here in by_device.items():
@@ -191,9 +194,14 @@ class Worker:
         how = {"module": name, "format": "mxfp4", "rule": self._config.rule}
         return {**steps, "time_ns": time.time_ns(), **how, **values}
 
-    def _measure_here(self, snapshots: list[Snapshot]) -> None:
+    def _measure_here(self, snapshots: list[Snapshot | ExpertsSnapshot]) -> None:
         rows = measure_step(
-            snapshots, self._config, step_base=self.step_base, recipes=self._recipes, history=self._history
+            snapshots,
+            self._config,
+            step_base=self.step_base,
+            recipes=self._recipes,
+            history=self._history,
+            experts=self._experts,
         )
         for table, row in rows:
             if table != "events" or self._is_first(row):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from mxprobe.emulation.attention import InterceptAttention
 from mxprobe.emulation.control import Control
@@ -129,11 +129,14 @@ class _InterceptLinear(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         control = self._site.control
         if func is F.linear and control.plan is not None:
-            return _call(control.plan, control.salt(self._site.ordinal), *args, **(kwargs or {}))
+            return emulated_product(control.plan, control.salt(self._site.ordinal), *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _call(
+def emulated_product(
     plan: Any, salt: int, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """`emulated_linear`, visible to a function mode below ours as F.linear would have been: a probe watches there."""
+    if has_torch_function((input, weight)):
+        return handle_torch_function(emulated_product, (input, weight), plan, salt, input, weight, bias)
     return emulated_linear(input, weight, bias, plan, salt)

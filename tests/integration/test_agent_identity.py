@@ -79,12 +79,58 @@ def _save_some():
     return create_selective_checkpoint_contexts(policy)
 
 
+class Experts(nn.Module):
+    """Four experts in one parameter each, one product per expert that is sent a token: as transformers' eager loop."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 2 * width, width) * 0.2)
+        self.down = nn.Parameter(torch.randn(4, width, 2 * width) * 0.2)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(4):
+            (token,) = torch.where(chosen == expert)
+            if len(token):
+                hidden = nn.functional.relu(nn.functional.linear(x[token], self.up[expert]))
+                hidden = nn.functional.dropout(hidden, 0.1, self.training)
+                out.index_add_(0, token, nn.functional.linear(hidden, self.down[expert]).to(out.dtype))
+        return out
+
+
+class TopKRouter(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, width) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = nn.functional.linear(x, self.weight)
+        score, chosen = logits.softmax(-1).topk(1)
+        return logits, score, chosen
+
+
+class MoeBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+        self.gate = TopKRouter()
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.mix(x).flatten(0, 1)
+        _, score, chosen = self.gate(flat)
+        return x + (self.experts(flat, chosen[:, 0]) * score.to(x.dtype)).view_as(x)
+
+
 def build(how: str) -> Model:
     if how == "parametrized":
         blocks: list[nn.Module] = [Block(), parametrizations.spectral_norm(nn.Linear(32, 32))]
     elif how == "shared":
         block = Block()
         blocks = [block, block]
+    elif how.startswith("moe"):
+        blocks = [MoeBlock(), MoeBlock()]
+        how = how.partition("_")[2] or how
     elif how == "encoder":
         blocks = [nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)]
     else:
@@ -104,11 +150,11 @@ class Run:
         self.losses: list[str] = []
 
     def step(self) -> None:
-        if self.how == "generates":
+        if self.how.endswith("generates"):
             self._generate()
         for _ in range(2 if self.how == "accumulates" else 1):
             tokens = torch.randint(0, 50, (8, 12))
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.how == "autocast"):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.how.endswith("autocast")):
                 loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
             loss.backward()
         self.optimizer.step()
@@ -175,6 +221,12 @@ def assert_nothing_left(model: nn.Module) -> None:
         "parametrized",
         "generates",
         "encoder",
+        "moe",
+        "moe_checkpoint",
+        "moe_reentrant",
+        "moe_selective",
+        "moe_generates",
+        "moe_autocast",
     ],
 )
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -201,7 +253,7 @@ def _check_rows(how: str, controller: StandinController) -> None:
     phases = {row["phase"] for row in outputs}
     assert controller.frame("detached")["n_abandoned"] == 0
 
-    assert phases == ({"train", "rollout"} if how == "generates" else {"train"})
+    assert phases == ({"train", "rollout"} if how.endswith("generates") else {"train"})
     assert {row["role"] for row in tensors if row["module"] == "head"} == {
         "x_fwd",
         "w_fwd",
@@ -210,6 +262,10 @@ def _check_rows(how: str, controller: StandinController) -> None:
         "g_wgrad",
         "x_wgrad",
     }
+    if how.startswith("moe"):
+        roles = {(row["module"].rpartition(".")[2], row["role"]) for row in tensors}
+        assert {module for module, _ in roles} == {"mix", "gate", "up", "down", "head"}
+        assert len(roles) == 5 * 6
     if how != "encoder":  # whose Linears are left alone
         with_gradient = {row["module"] for row in tensors if row["role"] == "g_dgrad"}
         assert with_gradient == {row["module"] for row in tensors}, "an output changed in place has a gradient too"

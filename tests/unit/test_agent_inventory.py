@@ -17,6 +17,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.zeros(4, 8, 8))
 
 
+class PackedExperts(nn.Module):
+    """Codes of quantized weights: no operand that could be measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Parameter(torch.zeros(4, 16, 4, dtype=torch.uint8), requires_grad=False)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +33,7 @@ class Model(nn.Module):
         self.again = self.attention
         self.normed = parametrizations.weight_norm(nn.Linear(8, 8))
         self.experts = Experts()
+        self.packed = PackedExperts()
         self.norm = nn.LayerNorm(8)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
@@ -39,7 +48,9 @@ def test_every_owner_of_a_matrix_is_listed_once():
         "embed",
         "attention",
         "normed",
-        "experts",
+        "experts.gate_up",
+        "experts.down",
+        "packed",
         "encoder.self_attn",
         "encoder.self_attn.out_proj",
         "encoder.linear1",
@@ -52,9 +63,10 @@ def test_what_is_not_probed_says_why():
     rows = rows_of(Model(), "attention")
     assert rows["normed"]["status"] == "not_selected"
     assert (rows["embed"]["status"], rows["embed"]["gemm_flops"]) == ("not_linear", 0.0)
-    assert rows["experts"]["status"] == "not_linear"
-    assert rows["experts"]["reason"].startswith("4 matrices held as one parameter of 3 dimensions")  # type: ignore[union-attr]
-    assert rows["experts"]["n_parameters"] == 4 * 16 * 8 + 4 * 8 * 8
+    assert rows["experts.down"]["status"] == "not_selected"
+    assert rows["experts.down"]["n_parameters"] == 8 * 8  # one expert's, as each token meets
+    assert rows["packed"]["status"] == "not_linear"
+    assert rows["packed"]["reason"].startswith("4 matrices held as one parameter of 3 dimensions")  # type: ignore[union-attr]
 
 
 def test_a_parametrized_linear_keeps_its_class_and_shape():

@@ -14,6 +14,7 @@ from mxprobe.agent.adapters.transformer_engine import (
     LayerNormMLPAdapter,
     TransformerEngineAdapter,
 )
+from mxprobe.agent.moe.adapters import ExpertsAdapter, RouterAdapter
 
 ADAPTERS: tuple[Adapter, ...] = (
     ColumnParallelAdapter(),
@@ -25,6 +26,8 @@ ADAPTERS: tuple[Adapter, ...] = (
     TorchaoAdapter(),
     VerlAdapter(),
     TensorParallelAdapter(),
+    RouterAdapter(),
+    ExpertsAdapter(),
     LinearAdapter(),
 )
 

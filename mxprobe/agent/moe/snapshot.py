@@ -1,0 +1,210 @@
+"""Copies of the GEMMs that one forward makes by a parameter of several experts; taken in the training thread.
+
+E = experts, E_s = of them measured, S = rows sent to experts, R = rows copied of each (padded with zeros), K = in
+features, O = out features; _s = sampled. Shapes are known without the device: nothing waits for how many rows an
+expert was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from mxprobe.agent.moe.gemms import Gemm
+from mxprobe.agent.sampling import TILE, sample_tiles, take
+from mxprobe.agent.snapshot import event_now
+
+CPU_ROWS, DEVICE_ROWS = 512, 1 << 14
+"""Rows copied of one GEMM, over all experts."""
+CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 19, 1 << 22
+"""Elements of one copied operand; experts that do not fit take turns."""
+
+
+class Layout(NamedTuple):
+    """What is copied of the GEMMs by one parameter in one forward."""
+
+    n_experts: int
+    experts: tuple[int, ...]
+    """Those measured, ascending."""
+    rows: int
+    """R, whole tiles."""
+    out_index: torch.Tensor | None
+    """[O_s]; None for all."""
+    in_index: torch.Tensor | None
+    """[K_s]"""
+    seed: int
+
+    @classmethod
+    def plan(cls, weight: torch.Tensor, *, every: bool, seed: int) -> Layout:
+        """For weight [E, O, K]; `every`: all experts, whatever they cost."""
+        n_experts, out_features, in_features = weight.shape
+        device = weight.device
+        is_cpu = device.type == "cpu"
+        elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
+        n_rows = CPU_ROWS if is_cpu else DEVICE_ROWS
+        widest = max(out_features, in_features)
+        fitting = min(n_rows // TILE, max(elements // (TILE * widest), 1))
+        n = n_experts if every else min(n_experts, fitting)
+        tiles = max(min(n_rows // TILE // n, elements // (TILE * widest * n)), 1)
+        generator = torch.Generator().manual_seed(seed)
+        experts = torch.randperm(n_experts, generator=generator)[:n].sort().values.tolist()
+        limit = max(elements // (n * max(in_features, 1)), TILE)
+        limit_in = max(elements // (n * max(out_features, 1)), TILE)
+        return cls(
+            n_experts=n_experts,
+            experts=tuple(experts),
+            rows=tiles * TILE,
+            out_index=sample_tiles(out_features, limit, seed=seed, device=device),
+            in_index=sample_tiles(in_features, limit_in, seed=seed + 1, device=device),
+            seed=seed,
+        )
+
+
+@dataclass
+class Piece:
+    """One GEMM's rows, for the experts that are measured: E_p of them, one where the run loops over experts."""
+
+    experts: tuple[int, ...]
+    counts: torch.Tensor
+    """int64 [E_p]: rows each was sent."""
+    index: torch.Tensor
+    """int64 [E_p R] into the S rows."""
+    valid: torch.Tensor
+    """bool [E_p, R]"""
+    x: torch.Tensor
+    """[E_p, R, K]"""
+    y: torch.Tensor
+    """[E_p, R, O_s], with the bias."""
+    weight_rows: torch.Tensor
+    """[E_p, O_s, K]"""
+    weight_columns: torch.Tensor
+    """[E_p, O, K_s]"""
+    bias: torch.Tensor | None
+    """[E_p, O_s], or None."""
+    gradient: torch.Tensor | None = None
+    """[E_p, R, O]"""
+
+    def add_gradient(self, gradient: torch.Tensor) -> None:
+        """gradient [S, O], of the loss by the GEMM's output."""
+        self.gradient = _pick(gradient, self.index, self.valid)
+
+
+@dataclass
+class ExpertsSnapshot:
+    """One parameter, one phase, one probed step; the gradients arrive with the backward pass."""
+
+    module: str
+    """The module's name and the parameter's."""
+    phase: str
+    step: int
+    micro_step: int
+    time_ns: int
+    with_operands: bool = False
+    with_weights: bool = False
+    layout: Layout | None = None
+    """None until the first GEMM."""
+    pieces: list[Piece] = field(default_factory=list)
+    n_rows: int = 0
+    """S, over all experts."""
+    n_seen: int = 0
+    """Experts that were called, where the run loops over them."""
+    all_counts: torch.Tensor | None = None
+    """int64 [E]: rows of each expert, where one call had them all."""
+    dtype: torch.dtype = torch.float32
+    """In which y was returned."""
+    ready: Any = None
+    """CUDA event after which the copies hold their values; None on the CPU."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        """One of the copies: it tells the device."""
+        return self.pieces[0].x
+
+    def mark_ready(self) -> None:
+        """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
+        self.ready = event_now(self.x.device)
+
+
+def copy_gemm(gemm: Gemm, layout: Layout, weight: torch.Tensor) -> tuple[Piece, torch.Tensor | None] | None:
+    """The copies, and the rows of each expert (int64 [E]) where the call had them all; None: of no expert measured.
+
+    weight [E, O, K] is the parameter's own, whatever copy of it the GEMM was given.
+    """
+    device = gemm.x.device
+    if gemm.expert is not None:
+        if gemm.expert not in layout.experts or not gemm.x.shape[0]:
+            return None
+        experts: tuple[int, ...] = (gemm.expert,)
+        counts = torch.full((1,), gemm.x.shape[0], dtype=torch.int64, device=device)
+        every, starts, order = None, torch.zeros_like(counts), None
+        w = weight[gemm.expert : gemm.expert + 1]
+    else:
+        experts = layout.experts
+        chosen = torch.tensor(experts, device=device)
+        every, order = _counts(gemm, layout.n_experts)
+        counts = every.index_select(0, chosen)
+        starts = (every.cumsum(0) - every).index_select(0, chosen)
+        w = weight.index_select(0, chosen)
+    index, valid = _rows(counts, starts, layout)
+    index = index.clamp(max=max(gemm.x.shape[0] - 1, 0)).reshape(-1)
+    if order is not None:
+        index = order.index_select(0, index)
+    y = gemm.rows_of(gemm.output.detach())
+    bias = gemm.bias
+    piece = Piece(
+        experts=experts,
+        counts=counts,
+        index=index,
+        valid=valid,
+        x=_pick(gemm.x, index, valid),
+        y=_pick(y if layout.out_index is None else y.index_select(1, layout.out_index), index, valid),
+        weight_rows=take(w, layout.out_index, dim=1),
+        weight_columns=take(w, layout.in_index, dim=2),
+        bias=None if bias is None else take(bias, layout.out_index).expand(len(experts), -1),
+    )
+    return piece, every
+
+
+def _counts(gemm: Gemm, n_experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of each expert, int64 [E], and the order that sorts the rows by expert; None where they are sorted."""
+    if gemm.experts is not None:
+        every = (gemm.experts[None, :] == torch.arange(n_experts, device=gemm.x.device)[:, None]).sum(1)
+        return every, gemm.experts.argsort(stable=True)
+    if gemm.offsets is not None:
+        ends = gemm.offsets.to(torch.int64)
+        return torch.diff(ends, prepend=ends.new_zeros(1)), None
+    return torch.full((n_experts,), gemm.x.shape[0] // n_experts, device=gemm.x.device), None
+
+
+def _rows(counts: torch.Tensor, starts: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [E_p, R] rows to copy of each expert and bool [E_p, R]: is there such a row.
+
+    All of them where R are enough, the short last tile too; else whole tiles of the expert's own rows, evenly spaced
+    from a random place: a block along tokens starts again at each expert.
+    """
+    generator = torch.Generator(device=counts.device)
+    generator.manual_seed(layout.seed)
+    n_tiles = layout.rows // TILE
+    phase = torch.rand(len(counts), 1, generator=generator, device=counts.device)
+    tile = torch.arange(n_tiles, device=counts.device)
+    spread = ((tile + phase) * (counts // TILE)[:, None] / n_tiles).floor().to(torch.int64)
+    sampled = (spread[..., None] * TILE + torch.arange(TILE, device=counts.device)).reshape(len(counts), -1)
+    every = torch.arange(layout.rows, device=counts.device).expand(len(counts), -1)
+    few = (counts <= layout.rows)[:, None]
+    return torch.where(few, every, sampled) + starts[:, None], ~few | (every < counts[:, None])
+
+
+def _pick(rows: torch.Tensor, index: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """rows [S, C] -> [E_p, R, C], zeros where there is no such row."""
+    if not rows.shape[0]:
+        return rows.new_zeros((*valid.shape, rows.shape[-1]))
+    picked = rows.detach().index_select(0, index).reshape(*valid.shape, rows.shape[-1])
+    return picked.masked_fill_(~valid[..., None], 0.0)
+
+
+def experts_of(pieces: Sequence[Piece]) -> list[int]:
+    """The experts of all pieces, in order of appearance."""
+    return [expert for piece in pieces for expert in piece.experts]
