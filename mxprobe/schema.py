@@ -121,6 +121,7 @@ SPREAD_QUANTILES: tuple[int, ...] = (0, 10, 25, 50, 75, 90, 100)
 """Percent."""
 
 _EXPERTS: Columns = (
+    ("n_steps", "int64"),  # 1; more where old steps were added up: divide by it what follows, and quantiles
     ("n_experts", "int64"),  # of the module
     ("n_called", "int64"),  # that were sent a token
 )

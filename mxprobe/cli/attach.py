@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from mxprobe.cli import pids as targets
 from mxprobe.cli.durations import Duration
+from mxprobe.cli.experts import Experts
 from mxprobe.cli.shares import Share
 from mxprobe.errors import UsageError
 from mxprobe.protocol import AgentConfig
@@ -77,6 +78,12 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     "Replay a microbatch every N-th step under other roundings; 0: never.",
 )
 @click.option("--layers", multiple=True, metavar="GLOB", help="Only modules whose name matches; may be repeated.")
+@_setting(
+    "--experts",
+    "experts",
+    Experts(),
+    "Of fused experts, keep so many of the worst of each layer by name; `all` also measures all at each probed step.",
+)
 @_setting("--rule", "rule", click.Choice(_RULES), "Scale rule of the MXFP4 quantizer that errors are measured for.")
 @click.option(
     "--max-overhead",
@@ -107,6 +114,7 @@ def command(
     sensitivity_every: int,
     replay_every: int,
     layers: tuple[str, ...],
+    experts: int,
     rule: str,
     max_overhead: float | None,
     eager_probe_steps: bool,
@@ -138,6 +146,7 @@ def command(
         sensitivity_every=sensitivity_every,
         replay_every=replay_every,
         layers=layers or _DEFAULTS.layers,
+        experts=experts,
         rule=rule,
         max_overhead=_limit(ctx) if max_overhead is None else max_overhead,
         eager_probe_steps=eager_probe_steps,

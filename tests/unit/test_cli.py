@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from mxprobe.cli import COMMANDS, main
 from mxprobe.cli.durations import Duration
+from mxprobe.cli.experts import Experts
 from mxprobe.cli.shares import Share
 
 OPTIONS = {
@@ -23,6 +24,7 @@ OPTIONS = {
         "sensitivity_every",
         "replay_every",
         "layers",
+        "experts",
         "rule",
         "duration",
         "step_timeout",
@@ -145,6 +147,13 @@ def test_durations(text: str, seconds: float) -> None:
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Duration().convert(text, None, None)
+
+
+def test_numbers_of_experts() -> None:
+    assert [Experts().convert(text, None, None) for text in ("8", "0", "all")] == [8, 0, -1]
+    for text in ("-2", "many", "1.5"):
+        with pytest.raises(click.BadParameter):
+            Experts().convert(text, None, None)
 
 
 def test_shares() -> None:

@@ -14,6 +14,7 @@ from torch.overrides import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import mxprobe
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.moe.behaviour import OutputState
@@ -354,3 +355,21 @@ def test_a_mode_of_the_user_s_that_stays_on_is_left_in_place():
     assert _get_current_function_mode_stack() == [users]
     users.__exit__(None, None, None)
     watched.end()
+
+
+def test_emulated_experts_show_their_operands_before_rounding_and_the_recipe_is_read_off():
+    model = tiny()
+    experts = model.model.layers[0].mlp.experts
+    with mxprobe.emulate(model, "paper"):
+        watched = Watched(experts)
+        ids = tokens(2, 20)
+        model(ids, labels=ids).loss.backward()
+        sent = watched.end()
+    for snapshot in sent.values():
+        found = rows_of(snapshot)
+        (output,) = found["outputs"]
+        assert output["exact"]
+        assert (output["recipe_x"], output["recipe_w"]) == ("mxfp4+rceil", "mxfp4+rceil")
+        error = {row["role"]: row["sum_e2"] / row["sum_x2"] for row in found["tensors"]}
+        assert set(error) == set(ROLES)
+        assert min(error.values()) > 0.005  # not those of operands that were rounded before

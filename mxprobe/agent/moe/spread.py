@@ -28,7 +28,7 @@ def expert_rows(key: Row, held: Stack, per_expert: dict[str, list[float]], *, wo
         ZEROED: _ratios(per_expert["n_zeroed"], per_expert["n"]),
         ROWS: [float(n) for n in held.rows],
     }
-    shared = {"n_experts": held.n_experts, "n_called": held.n_called}
+    shared = {"n_steps": 1, "n_experts": held.n_experts, "n_called": held.n_called}
     for name, values in measures.items():
         if name != ROWS or key["role"] == "x_fwd":
             spread = {"n_measured": len(values), "n_one_token": held.n_one_token, **_quantiles(values)}
