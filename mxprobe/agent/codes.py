@@ -69,7 +69,7 @@ class Fit(NamedTuple):
     residual_frac: float
 
 
-def copy_versions(step: int, modules: Mapping[str, nn.Linear]) -> list[Copies]:
+def copy_versions(step: int, modules: Mapping[str, nn.Module]) -> list[Copies]:
     """The current weights of the watched features; at a step boundary, in the training thread. No waiting."""
     by_device: dict[torch.device, dict[str, Version]] = {}
     for name, module in modules.items():

@@ -37,6 +37,8 @@ from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows
 from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.moe.capture import ExpertsProbe
+from mxprobe.agent.moe.structure import is_router
+from mxprobe.agent.moe.versions import copy_expert_versions
 from mxprobe.agent.noise import NormWatch, NormWeights
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.replay.live import Replays, Rows
@@ -420,7 +422,10 @@ class Session:
         clock = self._clock
         busy = self._measuring = self.worker.backlog > 0
         if self.role == "trainer" and not busy and self._schedule.is_near(clock.step, RECENT):
-            copies = copy_versions(clock.step, self._linears())
+            probes = self._probes
+            routers = {name: p.module for name, p in probes.items() if is_router(p.module)}
+            copies = copy_versions(clock.step, {**self._linears(), **routers})
+            copies += copy_expert_versions(clock.step, (p for p in probes.values() if isinstance(p, ExpertsProbe)))
             self.worker.put(lambda: self.worker.keep_versions(copies))
         affordable = self._budget.affords_probe()
         if not affordable and self._schedule.is_due(clock.step):

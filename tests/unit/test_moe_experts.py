@@ -22,6 +22,7 @@ from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.moe.measure import measure_experts
 from mxprobe.agent.moe.snapshot import ExpertsSnapshot
 from mxprobe.agent.moe.structure import expert_parameters
+from mxprobe.agent.moe.versions import watched_features
 from mxprobe.agent.recorder import to_columns
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels import reference
@@ -373,3 +374,12 @@ def test_emulated_experts_show_their_operands_before_rounding_and_the_recipe_is_
         error = {row["role"]: row["sum_e2"] / row["sum_x2"] for row in found["tensors"]}
         assert set(error) == set(ROLES)
         assert min(error.values()) > 0.005  # not those of operands that were rounded before
+
+
+def test_watched_features_are_spread_over_all_experts():
+    weight = torch.arange(300.0).reshape(300, 1, 1).expand(300, 100, 512).contiguous()
+    watched = watched_features(weight)
+    assert watched.shape == (300, 512)
+    assert watched[:, 0].tolist() == list(range(300))
+    few = watched_features(torch.arange(12.0).reshape(4, 3, 1))
+    assert few.flatten().tolist() == list(range(12))

@@ -1,0 +1,46 @@
+"""The weights of fused experts as of a step, for `updates`: do the optimizer's steps reach the quantized experts?
+
+Watched are output features of every expert, evenly spaced over all of them: the rows of one matrix [F, K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mxprobe.agent.codes import Copies, Version
+from mxprobe.agent.guard import is_plain, undisturbed
+from mxprobe.agent.moe.capture import ExpertsProbe
+from mxprobe.agent.moe.structure import expert_parameters
+from mxprobe.agent.snapshot import event_now
+from mxprobe.agent.weights import WATCHED_BYTES
+
+WATCHED_TIMES = 4
+"""As many bytes as of so many Linears: a layer's experts stand for three of them, and there are many."""
+
+
+def copy_expert_versions(step: int, probes: Iterable[ExpertsProbe]) -> list[Copies]:
+    """The current weights of the watched features; at a step boundary, in the training thread. No waiting.
+
+    Parameters whose layout no GEMM has shown yet are left out.
+    """
+    by_device: dict[torch.device, dict[str, Version]] = {}
+    for probe in probes:
+        parameter = expert_parameters(probe.module).get(probe.part)
+        if parameter is None or not is_plain(parameter) or probe.is_flipped is None:
+            continue
+        with undisturbed(parameter.device.type):
+            watched = watched_features(parameter.mT if probe.is_flipped else parameter)
+        by_device.setdefault(parameter.device, {})[probe.name] = Version(step, watched, None)
+    return [Copies(versions, device, event_now(device)) for device, versions in by_device.items()]
+
+
+def watched_features(weight: torch.Tensor) -> torch.Tensor:
+    """W [E, O, K] -> a copy [F, K] of F of its E O rows, at least one of each expert."""
+    n_experts, out_features, in_features = weight.shape
+    total = n_experts * out_features
+    fitting = WATCHED_TIMES * WATCHED_BYTES // max(in_features * weight.element_size(), 1)
+    n = min(max(fitting, n_experts), total)
+    index = torch.arange(n, device=weight.device) * total // max(n, 1)
+    return weight.detach()[index // out_features, index % out_features]
