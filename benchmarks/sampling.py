@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mxprobe.agent.sampling import TILE
+from mxprobe.agent.sampling import CERTAIN_SHARE, TILE
 from mxprobe_kernels import error_fields
 
 Array = npt.NDArray[np.float64]
@@ -93,7 +93,7 @@ def rows(n: int, size: int, _: Array, draw: np.random.Generator) -> Array:
 
 
 def certain_rows(n: int, size: int, x2: Array, draw: np.random.Generator) -> Array:
-    weights, order, n_certain = np.zeros(n), np.argsort(-x2), size // 2
+    weights, order, n_certain = np.zeros(n), np.argsort(-x2), size // CERTAIN_SHARE
     weights[order[:n_certain]] = 1.0
     weights[draw.choice(order[n_certain:], size - n_certain, replace=False)] = (n - n_certain) / (size - n_certain)
     return weights

@@ -31,7 +31,7 @@ from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.sampling import seed_of, take
-from mxprobe.agent.snapshot import Snapshot, sample_rows
+from mxprobe.agent.snapshot import Chosen, Snapshot, choose_rows, choose_tiles
 from mxprobe.agent.weights import WeightSample, sample_weight
 from mxprobe.schema import Phase
 
@@ -292,10 +292,13 @@ class ModuleProbe:
                 self.why_unread = "weight is not a plain two-dimensional tensor"
                 return None
             self._weights[phase is Phase.TRAIN] = weight
-            index = sample_rows(x, max_rows=self._max_rows, out_features=weight.columns.shape[0], seed=seed)
-            y, y_watched = _outputs(reading.y, weight, index)
             self.withheld = reading.withheld
             placement = reading.placement.within(self._token_group)
+            how: dict[str, int] = {"max_rows": self._max_rows, "out_features": weight.columns.shape[0], "seed": seed}
+            alike = placement.x_tokens.count == placement.g_tokens.count
+            chosen = choose_rows(x, **how) if alike else Chosen(choose_tiles(x, **how))
+            index = chosen.index
+            y, y_watched = _outputs(reading.y, weight, index)
             g_index, x_of_gradient = self._rows_of_gradient(reading, placement, seed)
             return Snapshot(
                 module=self.name,
@@ -311,6 +314,8 @@ class ModuleProbe:
                 weight=weight,
                 with_operands=not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains),
                 with_weights=self._clock.with_weights,
+                n_tile_rows=chosen.n_tile_rows,
+                singles=chosen.singles,
                 placement=placement,
                 g_index=g_index,
                 x_of_gradient=x_of_gradient,
@@ -324,7 +329,7 @@ class ModuleProbe:
         if output is None or shards[0].count == shards[1].count:
             return None, None
         n_g = _rows(output)
-        index = sample_rows(output, max_rows=self._max_rows, out_features=output.shape[-1], seed=seed)
+        index = choose_tiles(output, max_rows=self._max_rows, out_features=output.shape[-1], seed=seed)
         if placement.g_tokens.count == 1:
             return torch.arange(n_g, device=output.device) if index is None else index, None
         x = reading.x.detach().reshape(-1, reading.x.shape[-1]).narrow(0, placement.g_tokens.index * n_g, n_g)

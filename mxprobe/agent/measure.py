@@ -9,8 +9,9 @@
 | wgrad dW = G^TX  | g_wgrad      | tokens       | G^T [O_s, R]     | X [R, K_s]   |
 |                  | x_wgrad      | tokens       | X^T [K_s, R]     | G [R, O_s]   |
 
-Rows are whole 32-token tiles, drawn at random where there are more than `max_rows`; padding tokens are not known
-here and are counted like any other. G is the gradient of the first micro batch of the step.
+Where there are more than `max_rows`, R is a sample: of single rows, the largest always among them and the others
+weighted for it, but of whole 32-token tiles for wgrad, where a tile's rows share their blocks. Padding tokens are not
+known here and are counted like any other. G is the gradient of the first micro batch of the step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mxprobe.agent.operands import (
 )
 from mxprobe.agent.recipes import Call, Recipe, infer_recipe
 from mxprobe.agent.replay.gradient_error import DGRAD, WGRAD, gradient_error
-from mxprobe.agent.sampling import TILE, take
+from mxprobe.agent.sampling import TILE, Rows, take
 from mxprobe.agent.snapshot import Snapshot
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
@@ -51,23 +52,43 @@ TableRow = tuple[str, Row]
 def operands(snapshot: Snapshot) -> Iterator[Operand]:
     """The operands that the snapshot holds, each with the matrix it meets."""
     s, w = snapshot, snapshot.weight
-    rows = (s.sampled_frac, s.x.shape[0] if s.row_index is None else s.n_tiles)
-    yield Operand(Role.X_FWD, s.x, w.rows.T, *rows)
+    x = s.single(s.x)
+    n_clusters = x.shape[0] if s.row_index is None else s.n_tiles
+    yield _by_rows(Operand(Role.X_FWD, x, w.rows.T, s.sampled_frac, n_clusters), s.singles)
     if s.with_weights:
-        yield Operand(Role.W_FWD, w.rows, s.x.T, w.out_frac, w.rows.shape[0])
+        yield Operand(Role.W_FWD, w.rows, _counted(x, s.singles).T, w.out_frac, w.rows.shape[0])
     if s.gradient is None:
         return
-    g = s.gradient
-    g_rows = rows if s.g_index is None else (g.shape[0] / s.n_gradient_rows, g.shape[0])
-    yield Operand(Role.G_DGRAD, g, w.columns, *g_rows)
+    g = s.single(s.gradient)
+    g_rows = (s.sampled_frac, n_clusters) if s.g_index is None else (g.shape[0] / s.n_gradient_rows, g.shape[0])
+    yield _by_rows(Operand(Role.G_DGRAD, g, w.columns, *g_rows), s.singles_of_gradient)
     if s.with_weights:
-        yield Operand(Role.W_DGRAD, w.columns.T, g.T, w.in_frac, w.columns.shape[1])
-    x_of_g, g_of_x = (s.x, g) if s.g_index is None else (s.x_of_gradient, s.gradient_of_x)
+        partner = _counted(g, s.singles_of_gradient).T
+        yield Operand(Role.W_DGRAD, w.columns.T, partner, w.in_frac, w.columns.shape[1])
+    x, g = s.tiled(s.x), s.tiled(s.gradient)
+    x_of_g, g_of_x = (x, g) if s.g_index is None else (s.x_of_gradient, s.gradient_of_x)
     g_s = g if w.out_index is None else take(g, w.out_index, dim=1)
-    x_s = s.x if w.in_index is None else take(s.x, w.in_index, dim=1)
-    g_tiles = s.n_tiles if s.g_index is None else -(-g.shape[0] // TILE)
-    yield Operand(Role.G_WGRAD, g_s.T, _partner(g, x_of_g, w.in_index), g_rows[0], g_tiles)
-    yield Operand(Role.X_WGRAD, x_s.T, _partner(s.x, g_of_x, w.out_index), s.sampled_frac, s.n_tiles)
+    x_s = x if w.in_index is None else take(x, w.in_index, dim=1)
+    tiles = (s.tile_frac, s.n_tiles)
+    g_tiles = tiles if s.g_index is None else (g_rows[0], -(-g.shape[0] // TILE))
+    yield Operand(Role.G_WGRAD, g_s.T, _partner(g, x_of_g, w.in_index), *g_tiles)
+    yield Operand(Role.X_WGRAD, x_s.T, _partner(x, g_of_x, w.out_index), *tiles)
+
+
+def _by_rows(operand: Operand, singles: Rows | None) -> Operand:
+    """An operand whose blocks lie within a row, so that its rows can be a sample of single ones."""
+    if singles is None:
+        return operand
+    weight = 1 / singles.drawn_weight
+    return operand._replace(n_clusters=singles.n_effective, n_certain=singles.n_certain, certain_weight=weight)
+
+
+def _counted(rows: torch.Tensor, singles: Rows | None) -> torch.Tensor:
+    """Rows as large as their weights make them in a sum of squares over rows."""
+    if singles is None:
+        return rows
+    weights = singles.weights() / singles.drawn_weight
+    return rows.double() * weights.sqrt()[:, None]
 
 
 def _partner(operand: torch.Tensor, other: torch.Tensor | None, index: torch.Tensor | None) -> torch.Tensor:
@@ -110,9 +131,11 @@ def measure_step(
         if noise:
             yield "events", _event(when, NOISE_EVENT, noise)
         fields: dict[Role, ErrorFields] = {}
+        clusters: dict[Role, Row] = {}
         for operand in operands(snapshot) if snapshot.with_operands else ():
             measured = measure_operand(operand, format=config.format, rule=config.rule)
-            fields[operand.role] = measured.fields
+            fields[operand.role] = measured.weighted
+            clusters[operand.role] = {"sampled_frac": operand.sampled_frac, "n_clusters": operand.n_clusters}
             place = snapshot.placement.words(operand.role)
             key: Row = {**when, "role": operand.role.value, "placement": place}
             key.update(format=config.format, rule=config.rule)
@@ -120,13 +143,13 @@ def measure_step(
             edges = snapshot.placement.edge_blocks(operand.role, length, n_rows, get_format(config.format).block)
             yield "tensors", {**key, **measured.row, "n_edge_blocks": edges}
             sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
-            yield "blocks", {**key, **sampled, **block_row(measured.fields)}
+            yield "blocks", {**key, **sampled, **block_row(measured.fields, measured.weights)}
             yield from _findings(key, measured.row)
             alike = waiting.setdefault(operand.a.shape[1], [])
             alike.append((key, measured))
             if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
                 yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
-        yield from _gradient_rows(when, snapshot, fields, config)
+        yield from _gradient_rows(when, fields, clusters, config)
     for alike in waiting.values():
         yield from _whatif_rows(alike, config)
 
@@ -142,14 +165,14 @@ def _whatif_rows(batch: list[tuple[Row, Measured]], config: AgentConfig) -> Iter
 
 
 def _gradient_rows(
-    when: Row, snapshot: Snapshot, fields: dict[Role, ErrorFields], config: AgentConfig
+    when: Row, fields: dict[Role, ErrorFields], clusters: dict[Role, Row], config: AgentConfig
 ) -> Iterator[TableRow]:
     key = {name: when[name] for name in ("step", "micro_step", "time_ns", "module")}
-    key.update(format=config.format, rule=config.rule, sampled_frac=snapshot.sampled_frac, n_clusters=snapshot.n_tiles)
+    key.update(format=config.format, rule=config.rule)
     for gemm, left, right in ((WGRAD, Role.G_WGRAD, Role.X_WGRAD), (DGRAD, Role.G_DGRAD, Role.W_DGRAD)):
         if left in fields and right in fields:
             for row in gradient_error(gemm, fields[left], fields[right]):
-                yield "gradients", {**key, **row}
+                yield "gradients", {**key, **clusters[left], **row}
 
 
 def _output_rows(
@@ -178,14 +201,16 @@ def _output_row(snapshot: Snapshot, output: torch.Tensor, recipes: dict[tuple[st
     bias = snapshot.weight.bias
     y = output if bias is None else output.double() - bias.double()
     place = (snapshot.module, snapshot.phase)
-    recipe, sums = infer_recipe(Call(snapshot.x, snapshot.weight.rows, y, output.dtype), recipes.get(place))
+    x = snapshot.single(snapshot.x)
+    call = Call(x, snapshot.weight.rows, snapshot.single(y), output.dtype, snapshot.row_weights())
+    recipe, sums = infer_recipe(call, recipes.get(place))
     if sums["exact"]:
         recipes[place] = recipe
     return {
         "recipe_x": recipe[0],
         "recipe_w": recipe[1],
         "sampled_frac": snapshot.sampled_frac,
-        "n_rows": snapshot.x.shape[0],
+        "n_rows": x.shape[0],
         **sums,
     }
 

@@ -34,16 +34,25 @@ def sample_tiles(n: int, limit: int, *, seed: int, device: torch.device) -> torc
 
 @dataclass(frozen=True)
 class Rows:
-    """Single rows of range(N): R drawn by lot, then C that are always in. int64 [R + C], on the device of the data."""
+    """Single rows of range(N): R drawn by lot, then C that are always in."""
 
     index: torch.Tensor
+    """int64 [R + C], on the device of the data."""
     n_certain: int
-    n: int
+    drawn_weight: float
+    """1 / chance of a drawn row; a certain row has 1."""
 
     @property
-    def drawn_weight(self) -> float:
-        """1 / chance of a drawn row; a certain row has 1."""
-        return (self.n - self.n_certain) / (self.index.shape[0] - self.n_certain)
+    def n_effective(self) -> int:
+        """Rows of equal weight that would tell as much of a sum to which all rows add alike."""
+        n_drawn = self.index.shape[0] - self.n_certain
+        total, squares = (n_drawn * self.drawn_weight**p + self.n_certain for p in (1, 2))
+        return round(total**2 / squares)
+
+    def keep(self, kept: torch.Tensor) -> Rows:
+        """Without the rows for which `kept`, bool [R + C], is false; waits for the device."""
+        n_certain = int(kept[kept.shape[0] - self.n_certain :].sum())
+        return Rows(self.index[kept], n_certain, self.drawn_weight)
 
     def weights(self) -> torch.Tensor:
         """float64 [R + C]; sums with them are the sums over all N rows, in expectation (Horvitz-Thompson)."""
@@ -52,7 +61,7 @@ class Rows:
         return weights
 
 
-def sample_rows(norms: torch.Tensor, limit: int, *, seed: int) -> Rows | None:
+def sample_singles(norms: torch.Tensor, limit: int, *, seed: int) -> Rows | None:
     """At most `limit` rows of N by their norms [N], those of the largest among them; None for all.
 
     Where few rows hold most of the energy, as attention sinks do, a ratio of sums over rows drawn alike says little.
@@ -67,7 +76,8 @@ def sample_rows(norms: torch.Tensor, limit: int, *, seed: int) -> Rows | None:
     generator.manual_seed(seed)
     lots = torch.rand(n, generator=generator, device=norms.device).index_fill(0, certain, 2.0)
     drawn = lots.topk(limit - n_certain, largest=False).indices
-    return Rows(torch.cat((drawn.sort().values, certain.sort().values)), n_certain, n)
+    weight = (n - n_certain) / (limit - n_certain)
+    return Rows(torch.cat((drawn.sort().values, certain.sort().values)), n_certain, weight)
 
 
 def row_norms(x: torch.Tensor) -> torch.Tensor:

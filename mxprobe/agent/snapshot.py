@@ -1,6 +1,10 @@
 """Copies of one Linear call, taken in the training thread and measured later in ours.
 
 R = rows (tokens, flattened over batch and sequence), K = in features, O = out features; _s = sampled.
+
+Where rows are sampled there are two samples, one behind the other: whole 32-token tiles, for the products whose blocks
+run along tokens, and single rows, the largest always among them, for all else (`mxprobe.agent.sampling`). The single
+rows of G are those of its own largest, not of X's.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from typing import Any
 import torch
 
 from mxprobe.agent.adapters.placement import WHOLE, Placement
-from mxprobe.agent.sampling import TILE, sample_tiles, take
+from mxprobe.agent.sampling import TILE, Rows, row_norms, sample_singles, sample_tiles, seed_of, take
 from mxprobe.agent.weights import WeightSample
 
 CPU_MAX_ROWS = 128
@@ -47,6 +51,13 @@ class Snapshot:
     """[R_s, O], of the loss (scaled, under a GradScaler) by y; [R_gs, O] with `g_index`."""
     ready: Any = None
     """CUDA event after which the copies hold their values; None on the CPU."""
+    n_tile_rows: int = 0
+    """Copied rows that are whole tiles; the others are single ones. 0: all serve both purposes."""
+    singles: Rows | None = None
+    """Which the single rows of X are; None where all rows there are were copied, or tiles alone."""
+    singles_of_gradient: Rows | None = None
+    weights: torch.Tensor | None = None
+    """float64 [R_s]: of rows joined from several calls."""
     placement: Placement = WHOLE
     g_index: torch.Tensor | None = None
     """Rows of G that are copied where G has other rows than X (sequence parallelism); None where it has the same."""
@@ -59,14 +70,37 @@ class Snapshot:
 
     @property
     def sampled_frac(self) -> float:
-        return self.x.shape[0] / self.n_rows
+        return self.single(self.x).shape[0] / self.n_rows
+
+    @property
+    def tile_frac(self) -> float:
+        return self.tiled(self.x).shape[0] / self.n_rows
 
     @property
     def n_tiles(self) -> int:
-        return -(-self.x.shape[0] // TILE)
+        return -(-self.tiled(self.x).shape[0] // TILE)
+
+    def tiled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of copied rows (of x, y or the gradient) the whole tiles."""
+        return rows[: self.n_tile_rows] if self.n_tile_rows else rows
+
+    def single(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of copied rows those that stand for all by their weights."""
+        return rows[self.n_tile_rows :]
+
+    def row_weights(self) -> torch.Tensor | None:
+        """float64 [rows of `single(x)`], at most 1: what each counts; None where all count 1."""
+        weights = self.weights if self.singles is None else self.singles.weights()
+        return None if weights is None else weights / weights.max()
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
         rows = gradient.reshape(-1, gradient.shape[-1])
+        if self.singles is not None and self.row_index is not None:
+            n, seed = self.singles.index.shape[0], seed_of(self.step, self.module) + 2
+            own = self.singles_of_gradient = sample_singles(row_norms(rows), n, seed=seed)
+            index = self.row_index if own is None else torch.cat((self.tiled(self.row_index), own.index))
+            self.gradient = take(rows, index)
+            return
         if self.g_index is None:
             self.gradient = take(rows, self.row_index)
             return
@@ -77,18 +111,43 @@ class Snapshot:
 
     def append_rows(self, other: Snapshot) -> None:
         """Join the rows of a later call of the same module in the same phase."""
-        self.x = torch.cat((self.x, other.x))
-        self.y = _joined(self.y, other.y)
-        self.y_watched = _joined(self.y_watched, other.y_watched)
+        weights = torch.cat((self._absolute_weights(), other._absolute_weights()))
+        self.x = torch.cat((self.single(self.x), other.single(other.x)))
+        self.y = _joined(self, self.y, other, other.y)
+        self.y_watched = _joined(self, self.y_watched, other, other.y_watched)
         self.n_rows += other.n_rows
+        self.n_tile_rows, self.singles, self.weights = 0, None, weights
+
+    def _absolute_weights(self) -> torch.Tensor:
+        """float64 [rows of `single(x)`]: how many of the rows there were each stands for."""
+        if self.singles is not None:
+            return self.singles.weights()
+        n = self.single(self.x).shape[0]
+        alike = torch.full((n,), self.n_rows / max(n, 1), dtype=torch.float64, device=self.x.device)
+        return alike if self.weights is None else self.weights
+
+    def keep(self, kept: torch.Tensor) -> None:
+        """Leave out the rows for which `kept`, bool [n_rows], is false; whole tiles are no longer told apart.
+
+        Blocks of the forward GEMM lie within a row: leaving rows out changes no block.
+        """
+        sampled_frac = self.sampled_frac
+        index = torch.arange(self.n_rows) if self.row_index is None else self.single(self.row_index)
+        mask = kept[index]
+        self.x = self.single(self.x)[mask]
+        if self.y is not None and self.y_watched is not None:
+            self.y, self.y_watched = self.single(self.y)[mask], self.single(self.y_watched)[mask]
+        self.row_index, self.n_tile_rows = index[mask], 0
+        self.singles = None if self.singles is None else self.singles.keep(mask)
+        self.n_rows = max(round(self.x.shape[0] / sampled_frac), self.x.shape[0])
 
     def mark_ready(self) -> None:
         """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
         self.ready = event_now(self.x.device)
 
 
-def _joined(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    return None if a is None or b is None else torch.cat((a, b))
+def _joined(first: Snapshot, a: torch.Tensor | None, second: Snapshot, b: torch.Tensor | None) -> torch.Tensor | None:
+    return None if a is None or b is None else torch.cat((first.single(a), second.single(b)))
 
 
 def event_now(device: torch.device) -> Any:
@@ -96,9 +155,33 @@ def event_now(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def sample_rows(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> torch.Tensor | None:
-    """Indices of the rows of [..., K] to copy; None for all."""
+@dataclass(frozen=True)
+class Chosen:
+    """Rows to copy: int64, whole tiles and behind them single rows; None for all."""
+
+    index: torch.Tensor | None
+    n_tile_rows: int = 0
+    singles: Rows | None = None
+
+
+def choose_rows(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> Chosen:
+    """Of [..., K]."""
+    n, limit = x.numel() // x.shape[-1], _row_limit(x, max_rows, out_features)
+    if n <= max(limit, TILE):
+        return Chosen(None)
+    each = limit if x.device.type == "cpu" else limit // 2
+    tiles = sample_tiles(n, each, seed=seed, device=x.device)
+    singles = sample_singles(row_norms(x.reshape(-1, x.shape[-1])), each, seed=seed)
+    if tiles is None or singles is None:
+        return Chosen(tiles)
+    return Chosen(torch.cat((tiles, singles.index)), tiles.shape[0], singles)
+
+
+def choose_tiles(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> torch.Tensor | None:
+    """Indices of whole tiles of the rows of [..., K]; None for all."""
+    return sample_tiles(x.numel() // x.shape[-1], _row_limit(x, max_rows, out_features), seed=seed, device=x.device)
+
+
+def _row_limit(x: torch.Tensor, max_rows: int, out_features: int) -> int:
     limit = min(max_rows, MAX_ELEMENTS // max(x.shape[-1], out_features))
-    if x.device.type == "cpu":
-        limit = min(limit, CPU_MAX_ROWS)
-    return sample_tiles(x.numel() // x.shape[-1], limit, seed=seed, device=x.device)
+    return min(limit, CPU_MAX_ROWS) if x.device.type == "cpu" else limit

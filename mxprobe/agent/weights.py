@@ -13,6 +13,8 @@ from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.guard import is_plain
 from mxprobe.agent.sampling import sample_tiles, take
 
+CPU_MAX_FEATURES = 128
+"""Features measured where a CPU does it: the products of the errors are nearly all that measuring costs there."""
 WATCHED_BYTES = 1 << 16
 """Of one version of one module, kept to tell which version generation computes with ..."""
 MIN_WATCHED = 8
@@ -61,6 +63,8 @@ def sample_weight(
     weight, bias = weight_of(module, part) if given is None else (given, weight_of(module, part)[1])
     if not is_plain(weight) or weight.dim() != 2:
         return None
+    if weight.device.type == "cpu":
+        max_features = min(max_features, CPU_MAX_FEATURES)
     out_features, in_features = weight.shape
     out_index = sample_tiles(out_features, max_features, seed=seed, device=weight.device)
     in_index = sample_tiles(in_features, max_features, seed=seed + 1, device=weight.device)

@@ -144,19 +144,7 @@ def _arguments(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _drop_padding(snapshot: Snapshot, real: torch.Tensor) -> bool:
-    """Leave the rows of padding tokens out, where rows are the batch's positions; False when none is left.
-
-    Blocks of the forward GEMM lie within a row: leaving rows out changes no block.
-    """
-    if snapshot.n_rows != real.numel():
-        return True  # routed tokens, pooled sequences: which rows are padding is not known
-    keep = real if snapshot.row_index is None else real[snapshot.row_index]
-    sampled_frac = snapshot.sampled_frac
-    snapshot.x = snapshot.x[keep]
-    if snapshot.y is not None and snapshot.y_watched is not None:
-        snapshot.y, snapshot.y_watched = snapshot.y[keep], snapshot.y_watched[keep]
-    index = torch.arange(real.numel()) if snapshot.row_index is None else snapshot.row_index
-    snapshot.row_index = index[keep]
-    n_kept = snapshot.x.shape[0]
-    snapshot.n_rows = max(round(n_kept / sampled_frac), n_kept)
-    return n_kept > 0
+    """Leave the rows of padding tokens out, where rows are the batch's positions; False when none is left."""
+    if snapshot.n_rows == real.numel():  # else routed tokens, pooled sequences: which rows are padding is not known
+        snapshot.keep(real)
+    return snapshot.x.shape[0] > 0

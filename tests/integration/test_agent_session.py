@@ -160,7 +160,7 @@ def test_a_generation_that_falls_between_probed_steps_is_caught(tmp_path: Path):
         train(net, [optimizer])
 
     with controlled(tmp_path, every=5, whatifs=()) as controller:
-        attend(controller, step, 40)
+        attend(controller, step, 120)
     phases: dict[int, set[str]] = {}
     for row in controller.rows["outputs"]:
         phases.setdefault(row["step"], set()).add(row["phase"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 import mxprobe_kernels
 from mxprobe.agent.codes import WeightHistory
 from mxprobe.agent.measure import measure_step
-from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.operands import IDENTITY_TOLERANCE, identity_error
+from mxprobe.agent.snapshot import Snapshot, choose_rows
 from mxprobe.agent.weights import sample_weight
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES, Role
@@ -162,6 +164,90 @@ def test_gradient_errors_come_from_the_operands_of_each_gradient_product():
         row = rows[gemm, "total"]
         assert row["ref2"] == pytest.approx(float((exact**2).sum()), rel=1e-9)
         assert row["err2"] == pytest.approx(float(((rounded - exact) ** 2).sum()), rel=1e-6)
-        assert row["n_clusters"] == ROWS // 32
+        assert row["n_clusters"] == {"wgrad": ROWS // 32, "dgrad": ROWS}[gemm]
     assert "gradients" not in measure(snapshot(gradient=None))
     assert {row["gemm"] for row in measure(snapshot(with_weights=False))["gradients"]} == {"wgrad"}
+
+
+MANY = 1024
+
+
+def heavy_tailed(columns: int, seed: int) -> torch.Tensor:
+    """[MANY, columns] of which few rows hold most of the energy, in one channel."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = (1.2 * torch.randn(MANY, 1, generator=generator)).exp()
+    x = torch.randn(MANY, columns, generator=generator) * scale
+    x[:, 3] *= scale[:, 0]
+    return x
+
+
+def sampled(x: torch.Tensor, g: torch.Tensor, seed: int) -> Snapshot:
+    """What a call on x copies where a CPU measures it."""
+    chosen = choose_rows(x, max_rows=512, out_features=OUT, seed=seed)
+    assert chosen.index is not None
+    whole = snapshot()
+    y = x @ whole.weight.rows.T
+    made = replace(
+        whole,
+        module=str(seed),  # of which the rows of G are drawn
+        n_rows=MANY,
+        row_index=chosen.index,
+        x=x[chosen.index],
+        y=y[chosen.index],
+        y_watched=y[chosen.index],
+        n_tile_rows=chosen.n_tile_rows,
+        singles=chosen.singles,
+        gradient=None,
+    )
+    made.add_gradient(g)
+    return made
+
+
+def test_sums_over_sampled_rows_are_those_over_all_but_for_the_draw():
+    x, g = heavy_tailed(K, 1), heavy_tailed(OUT, 2)
+    whole = snapshot()
+    full = measure(replace(whole, n_rows=MANY, x=x, y=x @ whole.weight.rows.T, gradient=g))
+    truth = by_role(full["tensors"])
+    of_whatif = next(r for r in full["whatif"] if r["role"] == "x_fwd" and r["correction"] == "mbs:32")
+    wanted = [truth["x_fwd"]["sum_e2"], truth["x_fwd"]["out_e2"], truth["x_fwd"]["n_zeroed"]]
+    wanted += [truth["g_dgrad"]["sum_dz2"], truth["w_fwd"]["out_ref2"], of_whatif["out_e2"]]
+    wanted += [full["outputs"][0]["ref2"], full["blocks"][0]["n_blocks"]]
+    draws: list[list[float]] = []
+    for seed in range(40):
+        s = sampled(x, g, seed)
+        made = measure(s, whatifs=("mbs:32",))
+        rows = by_role(made["tensors"])
+        assert all(identity_error(row) < IDENTITY_TOLERANCE for row in rows.values())
+        assert rows["g_wgrad"]["n"] == 128 * OUT
+        assert rows["x_fwd"]["n_clusters"] >= 64
+        assert s.singles is not None
+        assert s.singles_of_gradient is not None
+        w_x, w_g = s.singles.drawn_weight, s.singles_of_gradient.drawn_weight
+        out = next(r for r in made["whatif"] if r["role"] == "x_fwd")["out_e2"]
+        values = [rows["x_fwd"]["sum_e2"] * w_x, rows["x_fwd"]["out_e2"] * w_x, rows["x_fwd"]["n_zeroed"] * w_x]
+        values += [rows["g_dgrad"]["sum_dz2"] * w_g, rows["w_fwd"]["out_ref2"] * w_x, out * w_x]
+        values += [made["outputs"][0]["ref2"] * w_x, made["blocks"][0]["n_blocks"] * w_x]
+        draws.append(values)
+    found = torch.tensor(draws, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64)
+    assert float((found.mean(0) - 1).abs().max()) < 0.05
+    assert float(found.std(0).max()) < 0.15
+
+
+def test_wgrad_takes_whole_tiles_of_the_same_tokens():
+    s = sampled(heavy_tailed(K, 1), heavy_tailed(OUT, 2), 3)
+    assert s.row_index is not None
+    tiles = s.tiled(s.row_index)
+    assert torch.equal(tiles.reshape(-1, 32) - tiles[::32, None], torch.arange(32).expand(len(tiles) // 32, 32))
+    assert s.gradient is not None
+    assert torch.equal(s.tiled(s.gradient), heavy_tailed(OUT, 2)[tiles])
+    assert torch.equal(s.tiled(s.x), heavy_tailed(K, 1)[tiles])
+
+
+def test_rows_joined_from_two_calls_count_what_they_stand_for():
+    x, g = heavy_tailed(K, 1), heavy_tailed(OUT, 2)
+    s, decode = sampled(x, g, 0), snapshot(rows=3)
+    s.append_rows(decode)
+    weights = s.row_weights()
+    assert weights is not None
+    assert s.x.shape[0] == s.y.shape[0] == len(weights) == 128 + 3
+    assert float(weights[-3:].unique()) == pytest.approx(float(weights[120]))  # one row each, as the certain ones

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mxprobe.agent.sampling import CERTAIN_SHARE, TILE, row_norms, sample_rows, sample_tiles, seed_of, take
+from mxprobe.agent.sampling import CERTAIN_SHARE, TILE, row_norms, sample_singles, sample_tiles, seed_of, take
 
 
 def test_everything_is_taken_where_it_fits():
@@ -61,12 +61,12 @@ def heavy_rows() -> torch.Tensor:
 
 
 def test_few_rows_are_all_taken():
-    assert sample_rows(torch.ones(LIMIT), LIMIT, seed=0) is None
+    assert sample_singles(torch.ones(LIMIT), LIMIT, seed=0) is None
 
 
 def test_the_largest_rows_are_always_in_and_stand_for_themselves():
     norms = row_norms(heavy_rows())
-    rows = sample_rows(norms, LIMIT, seed=1)
+    rows = sample_singles(norms, LIMIT, seed=1)
     assert rows is not None
     assert rows.n_certain == LIMIT // CERTAIN_SHARE
     assert set(rows.index[-rows.n_certain :].tolist()) == set(norms.topk(rows.n_certain).indices.tolist())
@@ -78,7 +78,7 @@ def test_the_largest_rows_are_always_in_and_stand_for_themselves():
 def test_a_row_that_is_not_a_number_is_one_of_the_largest():
     norms = torch.ones(N)
     norms[17] = float("nan")
-    rows = sample_rows(norms, LIMIT, seed=2)
+    rows = sample_singles(norms, LIMIT, seed=2)
     assert rows is not None
     assert 17 in rows.index[-rows.n_certain :]
 
@@ -92,7 +92,7 @@ def errors(values: torch.Tensor, norms: torch.Tensor, *, certain: bool, n_draws:
     estimates: list[torch.Tensor] = []
     for seed in range(n_draws):
         if certain:
-            rows = sample_rows(norms, LIMIT, seed=seed)
+            rows = sample_singles(norms, LIMIT, seed=seed)
             assert rows is not None
             estimates.append(values[rows.index] @ rows.weights())
         else:
@@ -111,5 +111,5 @@ def test_weighted_sums_are_unbiased_and_vary_less_where_rows_are_heavy_tailed():
 
 def test_single_rows_leave_the_global_generator_alone():
     before = torch.random.get_rng_state()
-    sample_rows(torch.rand(N, generator=torch.Generator()), LIMIT, seed=1)
+    sample_singles(torch.rand(N, generator=torch.Generator()), LIMIT, seed=1)
     assert torch.equal(before, torch.random.get_rng_state())
