@@ -88,10 +88,8 @@ class FlightTap:
         self, device: torch.device, gradients: list[tuple[str, torch.Tensor]]
     ) -> tuple[list[tuple[str, int]], torch.Tensor]:
         with undisturbed(device.type):
-            norms = torch._foreach_norm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                [g for _, g in gradients], 2, torch.float32
-            )
-            return [(name, g.numel()) for name, g in gradients], torch.stack(list(norms))
+            norms = _foreach_norm([g for _, g in gradients])
+            return [(name, g.numel()) for name, g in gradients], torch.stack(norms)
 
     def _on_enter(self, root: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
@@ -121,11 +119,26 @@ class FlightTap:
         if not (is_plain(y) and y.is_floating_point() and y.numel()) or is_off_limits(y):
             return
         with undisturbed(y.device.type):
-            norm = torch.linalg.vector_norm(y.detach(), dtype=torch.float32)
+            norm = torch.linalg.vector_norm(y.detach(), dtype=_norm_dtype(y)).to(torch.float32)
             held = self._outputs.get(name)
             if held is not None and held[0].device == norm.device:
                 norm = torch.maximum(held[0], norm)  # which hands a NaN on
             self._outputs[name] = (norm, y.numel())
+
+
+def _norm_dtype(x: torch.Tensor) -> torch.dtype:
+    """What torch can take the norm in: it narrows nothing on the way."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """float32 [] for each, one launch for those of a kind."""
+    norms: dict[int, torch.Tensor] = {}
+    for dtype in {_norm_dtype(x) for x in tensors}:
+        at = [i for i, x in enumerate(tensors) if _norm_dtype(x) is dtype]
+        found = torch._foreach_norm([tensors[i] for i in at], 2, dtype)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        norms.update((i, norm.to(torch.float32)) for i, norm in zip(at, found))
+    return [norms[i] for i in range(len(tensors))]
 
 
 def _named_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -71,7 +71,8 @@ def undisturbed(device_type: str) -> Generator[None, None, None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device_type, enabled=False))
+        if device_type != "meta":  # where an offloaded parameter is; it has no autocast
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         leave_modes = leave_dispatch_modes()
         if leave_modes is not None:
             stack.enter_context(leave_modes())
@@ -86,8 +87,10 @@ def leave_dispatch_modes() -> Callable[[], Any] | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """True for dense tensors and parameters: no DTensor, fake tensor or quantized subclass."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    """True for dense tensors and parameters with values: no DTensor, fake or meta tensor, or quantized one."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def is_off_limits(x: torch.Tensor) -> bool:

@@ -29,5 +29,5 @@ def _code_of(handler: Any) -> CodeType | None:
     """The code of a handler written in Python; None of any other."""
     function = getattr(handler, "__func__", handler)
     if not isinstance(function, FunctionType):
-        function = getattr(type(handler), "__call__", None)
+        function = vars(type(handler)).get("__call__")
     return function.__code__ if isinstance(function, FunctionType) else None

@@ -17,7 +17,7 @@ known here and are counted like any other. G is the gradient of the first micro 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -25,6 +25,7 @@ from mxprobe.agent.block_statistics import block_row
 from mxprobe.agent.codes import EVENT, WeightHistory
 from mxprobe.agent.moe.behaviour import OutputState
 from mxprobe.agent.moe.measure import measure_experts
+from mxprobe.agent.moe.routing import routing_row
 from mxprobe.agent.moe.snapshot import ExpertsSnapshot
 from mxprobe.agent.noise import EVENT as NOISE_EVENT
 from mxprobe.agent.operands import (
@@ -107,51 +108,71 @@ def measure_step(
     recipes: dict[tuple[str, str], Recipe],
     history: WeightHistory,
     experts: OutputState | None = None,
+    swallow: Callable[[str, BaseException], None] | None = None,
 ) -> Iterator[TableRow]:
     """Yield (table, row) for the snapshots of one step, a few at a time, so that a caller who must stop can.
 
     `step_base` is the number of steps the run had taken before attach; `recipes` holds the last exact recipe of
     each (module, phase) and is updated; `history` holds the trainer's weights of earlier steps; `experts` what was
-    told of single experts.
+    told of single experts; `swallow` takes what goes wrong in one snapshot, where the others are to be measured still.
     """
     waiting: dict[int, list[tuple[Row, Measured]]] = {}
     for snapshot in snapshots:
         if isinstance(snapshot, ExpertsSnapshot):
-            yield from measure_experts(snapshot, config, step_base=step_base, state=experts or OutputState())
-            continue
-        when: Row = {
-            "step": step_base + snapshot.step,
-            "micro_step": snapshot.micro_step,
-            "time_ns": snapshot.time_ns,
-            "module": snapshot.module,
-            "phase": snapshot.phase,
-        }
-        yield from _output_rows(when, snapshot, recipes, history, step_base)
-        noise = history.noise.of_linear(snapshot.module, snapshot.phase, history.change(snapshot))
-        if noise:
-            yield "events", _event(when, NOISE_EVENT, noise)
-        fields: dict[Role, ErrorFields] = {}
-        clusters: dict[Role, Row] = {}
-        for operand in operands(snapshot) if snapshot.with_operands else ():
-            measured = measure_operand(operand, format=config.format, rule=config.rule)
-            fields[operand.role] = measured.weighted
-            clusters[operand.role] = {"sampled_frac": operand.sampled_frac, "n_clusters": operand.n_clusters}
-            place = snapshot.placement.words(operand.role)
-            key: Row = {**when, "role": operand.role.value, "placement": place}
-            key.update(format=config.format, rule=config.rule)
-            n_rows, length = operand.a.shape
-            edges = snapshot.placement.edge_blocks(operand.role, length, n_rows, get_format(config.format).block)
-            yield "tensors", {**key, **measured.row, "n_edge_blocks": edges}
-            sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
-            yield "blocks", {**key, **sampled, **block_row(measured.fields, measured.weights)}
-            yield from _findings(key, measured.row)
-            alike = waiting.setdefault(operand.a.shape[1], [])
-            alike.append((key, measured))
-            if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
-                yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
-        yield from _gradient_rows(when, fields, clusters, config)
+            rows = measure_experts(snapshot, config, step_base=step_base, state=experts or OutputState())
+        else:
+            rows = _snapshot_rows(snapshot, config, step_base, recipes, history, waiting)
+        try:
+            yield from rows
+        except Exception as error:
+            if swallow is None:
+                raise
+            swallow(f"measuring {snapshot.module}", error)
     for alike in waiting.values():
         yield from _whatif_rows(alike, config)
+
+
+def _snapshot_rows(
+    snapshot: Snapshot,
+    config: AgentConfig,
+    step_base: int,
+    recipes: dict[tuple[str, str], Recipe],
+    history: WeightHistory,
+    waiting: dict[int, list[tuple[Row, Measured]]],
+) -> Iterator[TableRow]:
+    """`waiting` holds, by length, operands whose corrections are scored together; what stays in it is the caller's."""
+    when: Row = {
+        "step": step_base + snapshot.step,
+        "micro_step": snapshot.micro_step,
+        "time_ns": snapshot.time_ns,
+        "module": snapshot.module,
+        "phase": snapshot.phase,
+    }
+    yield from _output_rows(when, snapshot, recipes, history, step_base)
+    yield from _routing_rows(when, snapshot, config)
+    noise = history.noise.of_linear(snapshot.module, snapshot.phase, history.change(snapshot))
+    if noise:
+        yield "events", _event(when, NOISE_EVENT, noise)
+    fields: dict[Role, ErrorFields] = {}
+    clusters: dict[Role, Row] = {}
+    for operand in operands(snapshot) if snapshot.with_operands else ():
+        measured = measure_operand(operand, format=config.format, rule=config.rule)
+        fields[operand.role] = measured.weighted
+        clusters[operand.role] = {"sampled_frac": operand.sampled_frac, "n_clusters": operand.n_clusters}
+        place = snapshot.placement.words(operand.role)
+        key: Row = {**when, "role": operand.role.value, "placement": place}
+        key.update(format=config.format, rule=config.rule)
+        n_rows, length = operand.a.shape
+        edges = snapshot.placement.edge_blocks(operand.role, length, n_rows, get_format(config.format).block)
+        yield "tensors", {**key, **measured.row, "n_edge_blocks": edges}
+        sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
+        yield "blocks", {**key, **sampled, **block_row(measured.fields, measured.weights)}
+        yield from _findings(key, measured.row)
+        alike = waiting.setdefault(operand.a.shape[1], [])
+        alike.append((key, measured))
+        if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
+            yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
+    yield from _gradient_rows(when, fields, clusters, config)
 
 
 def _words(recipe: Recipe) -> str:
@@ -191,6 +212,12 @@ def _output_rows(
         yield "events", _event(when, "recipe", detail)
     if found.detail:
         yield "events", _event(when, EVENT, found.detail)
+
+
+def _routing_rows(when: Row, snapshot: Snapshot, config: AgentConfig) -> Iterator[TableRow]:
+    routing = routing_row(snapshot, format=config.format, rule=config.rule)
+    if routing is not None:
+        yield "routing", {**when, "format": config.format, "rule": config.rule, **routing}
 
 
 def _event(when: Row, kind: str, detail: str) -> Row:

@@ -19,10 +19,11 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.generation import Generation, sampling_in_progress
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
-from mxprobe.agent.head import Head, find_head
-from mxprobe.agent.logprobs import Scored, compute_dtype, pair_up, score_hidden, score_logits
+from mxprobe.agent.head import find_head
+from mxprobe.agent.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
 from mxprobe.agent.matching import match
 from mxprobe.agent.mismatch import ALL, Row, rollout_rows, signal_values
+from mxprobe.agent.moe.flips import Flips, RoutingTap
 from mxprobe.agent.replay.policy import find_policy
 from mxprobe.agent.replay.residuals import Difference
 from mxprobe.agent.sampling import seed_of
@@ -50,12 +51,14 @@ class Measurement:
         scored: Sequence[Scored],
         step: int,
         streams: Sequence[tuple[str, int, Difference, float]] = (),
+        flips: Flips | None = None,
     ) -> None:
         self.device = generation.prompt.device
         self.ready = event_now(self.device)
         self._generation = generation
         self._scored = scored
         self._streams = list(streams)
+        self._flips = flips
         self._step = step
         self._time_ns = time.time_ns()
 
@@ -65,10 +68,16 @@ class Measurement:
             tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
             return []
         layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
-        return [*layers, *self._token_rows(generation, when, tell)]
+        return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
+
+    def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:
+        if self._flips is None:
+            return []
+        counted = counted_tokens(generation, self._flips.found)
+        return [("routing_flips", {**when, **row}) for row in self._flips.rows(counted)]
 
     def _token_rows(self, generation: Generation, when: dict[str, int], tell: Tell) -> list[TableRow]:
-        pairs = pair_up(generation, self._scored)
+        pairs = pair_up(generation, self._scored, None if self._flips is None else self._flips.anywhere)
         if not len(pairs.log_prob_rollout):
             tell(EVENT, "not measured: none of the generated sequences was in a training batch of the same step")
             return []
@@ -95,7 +104,7 @@ class RolloutTap:
         self._guard = guard
         self._tell_event = tell
         self._told: set[str] = set()
-        self._head: Head | None = None
+        self._lm_head: nn.Linear | None = None
         self._given_up = False
         self._head_is_called = False
         """The training forward calls the lm_head: no need to recompute its output."""
@@ -104,12 +113,14 @@ class RolloutTap:
         self.computed_in: torch.dtype | None = None
         """Dtype of the last hidden states in training, once seen."""
         self._streams = StreamTap()
+        self._routing = RoutingTap()
         self._pid = os.getpid()
         self.forget()
 
     def forget(self) -> None:
         """Drop what is held of the step that ended."""
         self._streams.forget()
+        self._routing.forget()
         self._prefill: Generation | None = None
         self._generation: Generation | None = None
         self._is_drawing = False
@@ -129,10 +140,12 @@ class RolloutTap:
         if isinstance(head, str):
             self._give_up(head)
             return []
-        self._head = head
+        self._lm_head = head.lm_head  # not its owner, which may be the whole model
         self._streams.watch(roots, self._guarded)
+        self._routing.watch(roots, self._guarded)
         return [
             self._streams,
+            self._routing,
             head.embedding.register_forward_hook(self._guarded(self._on_embedding)),
             head.norm.register_forward_hook(self._guarded(self._on_norm)),
             head.lm_head.register_forward_hook(self._guarded(self._on_lm_head)),
@@ -141,9 +154,10 @@ class RolloutTap:
 
     def arm(self) -> None:
         self.forget()
-        self.armed = self._head is not None and not self._given_up
+        self.armed = self._lm_head is not None and not self._given_up
         if self.armed:
             self._streams.arm()
+            self._routing.arm()
 
     def note_batch(self, batch: Batch) -> None:
         """A training batch that the next forwards are made of: its advantages, [B] or [B, 1]."""
@@ -163,18 +177,19 @@ class RolloutTap:
     def finish(self) -> Measurement | None:
         """What the step that is over has given; None if nothing."""
         self._streams.remove()
+        self._routing.remove()
         if not self.armed:
             return None
         self.armed = False
         generation, scored, step = self._generation, self._scored, self._clock.step
-        streams = self._streams.finish()
+        streams, flips = self._streams.finish(), self._routing.finish()
         self.forget()
         if generation is None or self._given_up:
             return None
         if not scored:
             self.tell(EVENT, f"not measured: {self._why_not_scored}")
             return None
-        return Measurement(generation, scored, step, streams)
+        return Measurement(generation, scored, step, streams, flips)
 
     @property
     def _why_not_scored(self) -> str:
@@ -208,14 +223,18 @@ class RolloutTap:
                 with undisturbed(ids.device.type):
                     self._train_ids = ids.detach().clone()
                     self._advantage = self._next_advantages(len(ids))
-                    self._streams.training(match(self._generation, ids))
+                    found = match(self._generation, ids)
+                    self._streams.training(found)
+                    self._routing.training(found, (ids.shape[0], ids.shape[1]))
         elif ids.shape[1] > 1:
             self._prefill = self._begin(ids)
             if self._generation is None:
                 self._streams.prefill(self._prefill)
+                self._routing.prefill(self._prefill)
         else:
             self._streams.decode()
             self._on_decode(ids)
+            self._routing.decode(self._generation if self._is_drawing else None)
 
     def _begin(self, ids: torch.Tensor) -> Generation | None:
         """A long call without gradient: the prefill of a generation, if one-token calls follow."""
@@ -250,13 +269,13 @@ class RolloutTap:
         else:
             self._norm_output = (weakref.ref(output), output.untyped_storage().data_ptr())
             return
-        head, generation, ids = self._head, self._generation, self._train_ids
-        if head is None or generation is None or ids is None or self._head_is_called:
+        lm_head, generation, ids = self._lm_head, self._generation, self._train_ids
+        if lm_head is None or generation is None or ids is None or self._head_is_called:
             return
         if output.shape[:2] != ids.shape or not generation.is_whole or not self._feeds_head:
             return
         with undisturbed(output.device.type):
-            weight, bias = effective_weight(head.lm_head), head.lm_head.bias
+            weight, bias = effective_weight(lm_head), lm_head.bias
             if not is_plain(weight):
                 self._give_up("the lm_head's weight is no plain tensor (sharded or quantized)")
                 return

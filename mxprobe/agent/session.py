@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from enum import Enum
-from functools import partial
 from typing import Any, Callable
 
 import torch
@@ -37,6 +36,7 @@ from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows
 from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.moe.capture import ExpertsProbe
+from mxprobe.agent.moe.routers import probe_of
 from mxprobe.agent.moe.structure import is_router
 from mxprobe.agent.moe.versions import copy_expert_versions
 from mxprobe.agent.noise import NormWatch, NormWeights
@@ -57,7 +57,8 @@ SNAPSHOT_BYTES = 1 << 30
 METRICS = "metrics"
 """Role of a process that is listened to for its signals alone."""
 FOREIGN_STEPS = 4
-"""Steps of another optimizer of the model, without one of ours, after which that one marks the boundaries."""
+"""Steps of another optimizer of the model, without one of ours, after which that one marks the boundaries. Of one of
+another model, after the death of ours: the model is gone."""
 
 
 class State(Enum):
@@ -110,9 +111,9 @@ class Session:
         self._foreign: dict[int, int] = {}
         self._looked_twice = False
         self._inventoried = False
+        self._is_out = False
         self._watch = RootWatch()
         self._eager.watch()
-        self._is_out = False
         try:
             self._unwatch_steps = watch_steps(self._on_optimizer_step)
         except BaseException:
@@ -149,6 +150,13 @@ class Session:
         """A moment of the agent's thread."""
         if self.role == METRICS and self.state is State.OBSERVING:
             self._signals.ensure_wrapped()
+        elif self.state is State.ATTACHED and self._is_model_gone():
+            self.abandon("model_gone")
+
+    def _is_model_gone(self) -> bool:
+        """The process has dropped model and optimizer, to build others; what we hold of them keeps memory from it."""
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        return optimizer is None and all(reference() is None for reference in self._roots)
 
     def _listen(self) -> None:
         """A process that logs and runs no model: its signals alone, until it takes a step after all."""
@@ -180,10 +188,10 @@ class Session:
 
     def close(self) -> None:
         """Take out the optimizer hook, inert by now; after `gone`, by the agent's thread."""
-        self._unwatch_steps()
-        self._switch.close()
         if not self._is_out:  # a signal of the user's came in between
             self._take_out(self.reason)
+        self._unwatch_steps()
+        self._switch.close()
 
     def status(self) -> dict[str, Any]:
         """Where the session stands, as sent in `status` and `detached` frames. Times are sums since attach."""
@@ -260,8 +268,6 @@ class Session:
                 flight.finish(step=0)  # the step just observed, of which the gradients are there
             self._begin_step()
 
-    def _set_base(self, count: torch.Tensor) -> None:
-        self.worker.step_base = int(count.item())
     def _linears(self) -> dict[str, nn.Linear]:
         """Those probed: what can be computed again, and whose weights have versions."""
         return {name: p.module for name, p in self._probes.items() if isinstance(p.module, nn.Linear)}
@@ -273,9 +279,12 @@ class Session:
         except Exception as error:
             self.guard.swallow(what, error)
 
+    def _set_base(self, count: torch.Tensor) -> None:
+        self.worker.step_base = int(count.item())
 
     def _install(self, roots: list[nn.Module]) -> None:
         self._watch.close()
+        self._watch.forget()  # it held the roots
         config = self._config
         self._entries = take_inventory(roots, config.layers)
         group = token_group(roots)
@@ -284,7 +293,7 @@ class Session:
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         for entry in self._entries:
             if entry.selected:
-                probe = partial(ExpertsProbe, every_expert=config.experts < 0) if entry.is_experts else ModuleProbe
+                probe = probe_of(entry.module, every_expert=config.experts < 0)
                 self._probes[entry.name] = probe(
                     entry.name,
                     entry.module,
@@ -361,6 +370,8 @@ class Session:
             return False
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(p) in owned for entry in self._entries for p in entry.module.parameters()):
+            if ours is None and self._foreign[key] >= FOREIGN_STEPS:
+                self._remove("model_gone")
             return False
         self._optimizer = weakref.ref(optimizer)
         self._foreign.clear()

@@ -202,6 +202,7 @@ class Worker:
             recipes=self._recipes,
             history=self._history,
             experts=self._experts,
+            swallow=self._guard.swallow,
         )
         for table, row in rows:
             if table != "events" or self._is_first(row):

@@ -39,11 +39,11 @@ _ENDED = {
     "error_budget": "the agent took itself off after too many errors; see the events in the trace",
     "lease_expired": "the agent took itself off: it heard nothing from this process for too long",
     "exit": "the process has ended",
-}
-
     "agent_failed": "the agent failed and took itself off; run.json says how",
     "worker_died": "the agent took itself off: the thread that measures had ended",
     "model_gone": "the model that was watched is no more; attach again for the one that the process trains now",
+}
+
 
 def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callable[[_F], _F]:
     """An option for one field of `AgentConfig`, with that field's default."""

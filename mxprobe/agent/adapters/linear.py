@@ -41,7 +41,13 @@ class LinearAdapter(Adapter):
         x = first_argument(args, kwargs, "input")
         if not (is_plain(x) and is_plain(output)):
             return unreadable(x, output)
+        if not (output.is_floating_point() and output.dim() and output.shape[:-1].numel() == x.shape[:-1].numel()):
+            return f"input is {_kind(x)}, output {_kind(output)}"
         return Reading(x, output, output)
+
+
+def _kind(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).replace('torch.', '')} {list(x.shape)}"
 
 
 def effective_weight(module: nn.Module) -> Any:

@@ -1,0 +1,279 @@
+"""A fault in any callable of the agent: the run keeps its bits, the agent leaves nothing behind, and says what failed.
+
+Every function of `mxprobe.agent` is found by walking over its modules; a fault is planted by putting one that raises in
+its place. A few are planted by default and those of `PLANTED` in the slow tests. `MXPROBE_FAULTS=all` plants one in
+each function there is, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import mxprobe.agent
+from mxprobe.agent import hooks
+from tests import standin_sinks
+from tests.standin_controller import StandinController, controlled
+from tests.watched_run import (
+    SINK,
+    Run,
+    errors_told,
+    fingerprint_alone,
+    step_until_it_has_left,
+    what_is_left,
+)
+
+CONFIG: dict[str, Any] = {
+    "every": 2,
+    "weights_every": 4,
+    "whatifs": ("of:0.5",),
+    "record": True,
+    "sensitivity_every": 10,
+    "replay_every": 6,
+    "replay_arms": ("q", "high"),
+    "gradient_probes": 1,
+    "error_budget": 6,
+}
+# What torch, the interpreter or a wrapped function of the user's calls directly, and what their `except` clauses call:
+# they hold the guards. To replace one is to replace what is to be tested.
+GUARDS = {
+    "batch.BatchTaps._listen",
+    "boot._Agent._at_exit",
+    "boot.start",
+    "flight.FlightTap._on_enter",
+    "flight.FlightTap._on_leave",
+    "guard.Guard.swallow",
+    "hooks.ModuleProbe._forward_hook",
+    "interruptions.is_of_a_signal_handler",
+    "milestones.Milestones._listen",
+    "milestones.Milestones._on_optimizer_state",
+    "milestones.Milestones._on_weights",
+    "replay.live.Replays._fail",
+    "replay.live.Replays._give_up",
+    "replay.live.Replays._on_enter",
+    "replay.live.Replays._on_leave",
+    "roots.RootWatch._enter",
+    "roots.RootWatch._leave",
+    "session.Session._on_event",
+    "session.Session._on_optimizer_step",
+    "session.Session._on_root_enter",
+    "session.Session._on_root_leave",
+    "session.Session._on_serving_enter",
+    "signals.SignalTaps._listen",
+    "taps.splice.Splice._hear",
+}
+# What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
+WAYS_OUT = {
+    "boot._Agent._leave",
+    "hooks.ModuleProbe._disarm",
+    "hooks.ModuleProbe.remove",
+    "milestones.Milestones.remove",
+    "noise.NormWatch.remove",
+    "roots.RootWatch.close",
+    "session.Session._remove",
+    "session.Session._take_out",
+    "session.Session.abandon",
+    "session.Session.close",
+    "signals.SignalTaps.unwrap",
+    "streams.StreamTap.remove",
+    "taps.splice.Splice.remove",
+    "taps.splices.Splices._is_back",
+    "taps.splices.Splices.give_back",
+    "tokens.TokenTaps.remove",
+    "transport.Transport.close",
+    "worker.Worker.stop",
+}
+
+
+def agent_modules() -> dict[str, ModuleType]:
+    """Name below `mxprobe.agent` -> module, all of them."""
+    path, prefix = mxprobe.agent.__path__, "mxprobe.agent."
+    found = (importlib.import_module(info.name) for info in pkgutil.walk_packages(path, prefix))
+    return {module.__name__.removeprefix(prefix): module for module in found}
+
+
+def callables() -> dict[str, tuple[Any, str]]:
+    """`module.function` or `module.Class.method` -> (its owner, its name), of every function written there."""
+    found: dict[str, tuple[Any, str]] = {}
+    for short, module in agent_modules().items():
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") != module.__name__:
+                continue
+            if isinstance(value, FunctionType):
+                found[f"{short}.{name}"] = (module, name)
+            elif isinstance(value, type):
+                for method, raw in vars(value).items():
+                    if _is_written_here(raw) and (not method.startswith("__") or method == "__init__"):
+                        found[f"{short}.{name}.{method}"] = (value, method)
+    return found
+
+
+def _is_written_here(raw: Any) -> bool:
+    """False for what `dataclass` and its like have made."""
+    function = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
+    return isinstance(function, FunctionType) and "/mxprobe/agent/" in function.__code__.co_filename
+
+
+class Fault:
+    """Stands in a function's place, raises at every call, and counts them."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.n_calls = 0
+        self._error = error
+
+    def raised(self, *_args: Any, **_options: Any) -> Any:
+        self.n_calls += 1
+        raise self._error.with_traceback(None)
+
+
+def plant(patch: pytest.MonkeyPatch, name: str, error: BaseException) -> Fault:
+    owner, attribute = callables()[name]
+    fault, raw = Fault(error), vars(owner)[attribute]
+    if isinstance(raw, property):
+        patch.setattr(owner, attribute, property(fault.raised))
+    elif isinstance(owner, type):
+        patch.setattr(owner, attribute, lambda *args, **options: fault.raised(*args, **options))
+    else:
+        for module in agent_modules().values():  # `from ... import` has copied the name
+            for each in [each for each, value in vars(module).items() if value is raw]:
+                patch.setattr(module, each, fault.raised)
+    return fault
+
+
+@pytest.fixture(autouse=True)
+def sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = standin_sinks.verl(standin_sinks.WandbRun())
+    standin_sinks.install(monkeypatch, {SINK: module})
+
+
+def run_with(name: str, error: BaseException, directory: Path) -> tuple[Fault, StandinController]:
+    """A run with the fault: its bits, and what is left, are checked here."""
+    watched = Run()
+    with pytest.MonkeyPatch.context() as patch, controlled(directory, **CONFIG) as controller:
+        fault = plant(patch, name, error)
+        step_until_it_has_left(watched, controller)
+    assert watched.fingerprint() == fingerprint_alone(len(watched.losses)), "other bits"
+    left = {} if name in WAYS_OUT else what_is_left(watched.model)
+    assert left == {}, f"left: {left}"
+    return fault, controller
+
+
+def ended(controller: StandinController) -> str:
+    return next((str(frame["reason"]) for frame in controller.frames if frame["verb"] in ("detached", "failed")), "")
+
+
+def test_without_a_fault(tmp_path: Path) -> None:
+    """What the other tests of this file rely on: the run exercises the agent, which has nothing to complain of."""
+    watched = Run()
+    with controlled(tmp_path, **CONFIG) as controller:
+        step_until_it_has_left(watched, controller)
+    assert watched.fingerprint() == fingerprint_alone(len(watched.losses))
+    assert what_is_left(watched.model) == {}
+    assert (ended(controller), errors_told(controller)) == ("asked", [])
+    assert {"tensors", "outputs", "gradients", "sensitivity", "replays", "flight", "signals"} <= set(controller.rows)
+    assert "checkpoint_saved" in {row["kind"] for row in controller.rows["events"]}
+
+
+# name -> (what it raises, how the attach ends, the place that the first error is told of)
+PLANTED: dict[str, tuple[BaseException, str, str]] = {
+    "hooks.ModuleProbe._on_call": (RuntimeError("planted"), "error_budget", "forward hook of block.up"),
+    "weights.sample_weight": (MemoryError(), "error_budget", "forward hook of block.up"),
+    "snapshot.Snapshot.add_gradient": (torch.OutOfMemoryError("planted"), "error_budget", "gradient hook of lm_head"),
+    "flight.FlightTap._take": (TypeError("planted"), "error_budget", "flight recorder at embed"),
+    "noise.NormWatch._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
+    "milestones.Milestones._note": (RuntimeError("planted"), "asked", "torch.serialization.save"),
+    "signals.SignalTaps._rows": (ValueError("planted"), "error_budget", f"{SINK}.Tracking.log"),
+    "replay.call.capture": (RuntimeError("planted"), "asked", "capturing a call"),
+    "replay.sensitivity.measure_sensitivity": (MemoryError(), "asked", "replaying a call"),
+    "session.Session._end_step": (KeyError("planted"), "error_budget", "optimizer step"),
+    "session.Session._install": (AttributeError("planted"), "error_budget", "optimizer step"),
+    "worker.Worker.measure": (RuntimeError("planted"), "error_budget", "measuring"),
+    "measure.measure_step": (MemoryError(), "error_budget", "measuring"),
+    "black_box.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
+    "recorder.Recorder.flush": (MemoryError(), "error_budget", ""),
+    "transport.Transport.batch": (MemoryError(), "error_budget", ""),
+    "transport.Transport._send_all": (RuntimeError("planted"), "", ""),
+    "worker.Worker._next_job": (MemoryError(), "worker_died", ""),
+    "worker.Worker.__init__": (RuntimeError("can't start new thread"), "load_failed", ""),
+    "session.Session.tick": (RuntimeError("planted"), "agent_failed", ""),
+}
+BY_DEFAULT = ("hooks.ModuleProbe._on_call", "snapshot.Snapshot.add_gradient", "worker.Worker.measure")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the threads that have died
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in PLANTED]
+)
+def test_a_fault_is_told_of_and_harms_nobody(name: str, tmp_path: Path) -> None:
+    error, reason, place = PLANTED[name]
+    fault, controller = run_with(name, error, tmp_path)
+    assert fault.n_calls > 0
+    assert ended(controller) == reason
+    told = errors_told(controller)
+    assert len(told) == len(set(told)), "told more than once"
+    if place:
+        assert f"{place}: {type(error).__name__}: {error}" in told
+    if reason == "error_budget":
+        assert controller.frame("detached")["n_errors"] > CONFIG["error_budget"]
+
+
+def test_words_that_fail_are_not_needed(tmp_path: Path) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    _, controller = run_with("hooks.ModuleProbe._on_call", MuteError(), tmp_path)
+    assert errors_told(controller)[0] == "forward hook of block.up: MuteError, whose own words failed"
+
+
+def test_the_guards_exist() -> None:
+    assert set(callables()) >= GUARDS | WAYS_OUT | set(PLANTED)
+    assert callables()["hooks.ModuleProbe._forward_hook"][0] is hooks.ModuleProbe
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("MXPROBE_FAULTS") != "all", reason="ten minutes; MXPROBE_FAULTS=all")
+def test_a_fault_in_every_function(tmp_path: Path) -> None:
+    command = [sys.executable, __file__, str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=3600, check=False)
+    print(done.stdout)
+    assert [line for line in done.stdout.splitlines() if line.startswith("FAILED")] == []
+    assert done.returncode == 0
+
+
+def plant_everywhere(directory: Path, *parts: str) -> None:
+    """Each fault in a fork of this process, which has imported everything and run nothing."""
+    names = [name for name in callables() if name not in GUARDS and any(part in name for part in parts or ("",))]
+    for number, name in enumerate(names):
+        sys.stdout.flush()
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        try:
+            (directory / str(number)).mkdir()
+            with pytest.MonkeyPatch.context() as patch:
+                module, _ = standin_sinks.verl(standin_sinks.WandbRun())
+                standin_sinks.install(patch, {SINK: module})
+                fault, controller = run_with(name, RuntimeError("planted"), directory / str(number))
+            print(f"{name}: {fault.n_calls} calls, ended {ended(controller) or 'without a word'}")
+        except BaseException as error:
+            print(f"FAILED {name}: {type(error).__name__}: {error}")
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    plant_everywhere(Path(sys.argv[1]), *sys.argv[2:])
