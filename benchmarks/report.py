@@ -30,8 +30,7 @@ import pyarrow.parquet as pq
 
 from mxprobe.schema import CODE_BINS, DELTA_BINS, SCHEMA_VERSION, TABLES, Phase, Role
 from mxprobe.trace import layout
-from mxprobe.trace.arrow import columns_of, table_schema
-from mxprobe.trace.compaction import ROWS_PER_GROUP
+from mxprobe.trace.arrow import ROWS_PER_PIECE, columns_of, table_schema
 from mxprobe_kernels.formats import DEFAULT_WHATIFS
 
 KINDS = (
@@ -109,7 +108,7 @@ def write_trace(directory: Path, *, n_layers: int, n_steps: int, tiled: bool) ->
     """The tables as `compact` leaves them: one part per table, groups of 65,536 rows in the order of steps."""
     modules = [f"model.layers.{layer}.{kind}" for layer in range(n_layers) for kind in KINDS]
     n_operands = len(modules) * len(Role)
-    steps_per_group = max(ROWS_PER_GROUP // n_operands, 1)
+    steps_per_group = max(ROWS_PER_PIECE // n_operands, 1)
     rng = np.random.default_rng(0)
     run = {"schema_version": SCHEMA_VERSION, "created_ns": 0, "closed_ns": 1, "mxprobe": "benchmark"}
     starts = range(1, n_steps + 1, steps_per_group)

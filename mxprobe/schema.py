@@ -13,6 +13,9 @@ from mxprobe_kernels.columns import ENERGY_SUMS as ENERGY_SUMS
 from mxprobe_kernels.formats import Rule as Rule
 
 SCHEMA_VERSION = 1
+"""Counts changes that an older reader cannot cope with: it refuses the trace."""
+SCHEMA_MINOR = 1
+"""Counts additions that an older reader can ignore: a table, a column, a value of an enumeration. See docs/trace.md."""
 
 
 class Role(str, Enum):
@@ -125,6 +128,13 @@ _EXPERTS: Columns = (
     ("n_experts", "int64"),  # of the module
     ("n_called", "int64"),  # that were sent a token
 )
+
+SPAN: Columns = (("n_steps", "int64"), ("last_step", "int64"))
+"""Columns of the tables in `THINNED`, beside those in `TABLES`. A row as it was measured has 1 and its own `step`; one
+that adds up several steps of its operand says how many, and the last of them: they lie in `step` to `last_step`."""
+
+THINNED: tuple[str, ...] = ("tensors", "outputs", "whatif", "blocks", "gradients", "updates", "overhead")
+"""Tables whose old steps the writer may add up: those with a row per operand or step, and sums in it."""
 
 TABLES: dict[str, Columns] = {
     "tensors": (

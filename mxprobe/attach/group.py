@@ -20,6 +20,7 @@ from mxprobe.attach.recorder import RunTrace, check_free
 from mxprobe.attach.refusals import refuse
 from mxprobe.errors import AttachError, MxprobeError
 from mxprobe.protocol import AgentConfig
+from mxprobe.trace import Retention
 
 _RETRY_EVERY_S = 1.0
 _JOIN_S = 0.2
@@ -37,6 +38,7 @@ class AttachOptions:
     config: AgentConfig = field(default_factory=AgentConfig)
     duration_s: float | None = None
     """Leave after so long; None means until told to."""
+    retention: Retention = field(default_factory=Retention)
     wait_s: float = 0.0
     """Keep trying for so long while a process has not yet imported torch."""
     via: str | None = None
@@ -101,7 +103,8 @@ class Group:
         facts: dict[str, Any] = {"command_line": list(options.command_line)}
         if options.job is not None:
             facts["job"] = dict(options.job)
-        self._trace = RunTrace(options.directory, [m.process.pid for m in self._members], facts, beside=options.beside)
+        pids = [m.process.pid for m in self._members]
+        self._trace = RunTrace(options.directory, pids, facts, beside=options.beside, retention=options.retention)
         with self._signals():
             threads = [
                 threading.Thread(target=self._serve, args=(m, self._trace), name=f"attach-{m.process.pid}")

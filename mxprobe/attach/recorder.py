@@ -10,7 +10,7 @@ from mxprobe.attach.mismatch_watch import MismatchWatch
 from mxprobe.errors import TraceError, UsageError
 from mxprobe.metrics import canonicalize
 from mxprobe.protocol import Frame
-from mxprobe.trace import TraceWriter
+from mxprobe.trace import Retention, TraceWriter
 from mxprobe.trace.layout import looks_like_trace
 
 # Of one process, and the same for all; at the top level of `run.json` only.
@@ -43,15 +43,23 @@ class RunTrace:
         pids: the processes that will be `done` with.
         run: facts for `run.json` that are no single process's.
         beside: those of the pids that are no rank; they get the last partitions.
+        retention: how much of the trace stays at full resolution.
     """
 
     def __init__(
-        self, directory: Path, pids: Iterable[int], run: Mapping[str, Any], *, beside: Container[int] = ()
+        self,
+        directory: Path,
+        pids: Iterable[int],
+        run: Mapping[str, Any],
+        *,
+        beside: Container[int] = (),
+        retention: Retention | None = None,
     ) -> None:
         self.directory = directory
         self._pids = set(pids)
         self._n = len(self._pids)
         self._beside = beside
+        self._retention = retention
         self._run = dict(run)
         self._ranks: dict[int, dict[str, Any]] = {}
         self._refused: dict[int, dict[str, Any]] = {}
@@ -76,7 +84,7 @@ class RunTrace:
     def open(self) -> TraceWriter:
         with self._lock:
             if self._writer is None:
-                self._writer = TraceWriter(self.directory, self._facts())
+                self._writer = TraceWriter(self.directory, self._facts(), retention=self._retention)
             return self._writer
 
     def set_rank(self, rank: int, facts: Mapping[str, Any]) -> None:

@@ -40,7 +40,10 @@ _TENSOR_SUMS = (
     "out_zeroed2",
     "out_saturated2",
 )
-_OUTPUTS = ("step", "module", "phase", "recipe_x", "recipe_w", "exact", "ref2", "realised2", "predicted2", "residual2")
+_OUTPUTS = (
+    *("step", "n_steps", "module", "phase", "recipe_x", "recipe_w", "exact"),
+    *("ref2", "realised2", "predicted2", "residual2"),
+)
 _WHATIF_SUMS = ("sum_e2_on_d", "out_ref2", "out_e2", "out_zeroed2")
 
 
@@ -56,8 +59,8 @@ class OutputSums:
     """(recipe_x, recipe_w) most often inferred per module; ("", "") where none was measured."""
     is_exact: npt.NDArray[np.bool_]
     """[M]: nine in ten rows reproduce y exactly under that recipe."""
-    steps: Indices
-    """Probed steps with rows in this phase."""
+    n_steps: int
+    """Probed steps with rows in this phase, those that were added up since included."""
 
     def realised(self, weights: Array) -> Array:
         """[M] realised output error relative to the exact product; NaN where not measured."""
@@ -137,7 +140,7 @@ class Measured:
     @property
     def n_steps(self) -> int:
         """Probed steps behind the comparison of training and rollout: those of the phase with fewer."""
-        return min((sums.steps.size for sums in self.outputs.values()), default=self.steps.size)
+        return min((sums.n_steps for sums in self.outputs.values()), default=self.steps.size)
 
 
 def measure(trace: Trace) -> Measured:
@@ -225,20 +228,24 @@ def _output_sums(rows: pd.DataFrame, axes: _Axes) -> OutputSums:
         residual2=_sum_into(shape, index, rows["residual2"]),
         recipes=recipes,
         is_exact=is_exact,
-        steps=np.unique(rows["step"].to_numpy()).astype(np.intp),
+        n_steps=int(rows.groupby("step")["n_steps"].max().sum()),
     )
 
 
 def _recipes(
     rows: pd.DataFrame, module: Indices, n_modules: int
 ) -> tuple[tuple[tuple[str, str], ...], npt.NDArray[np.bool_]]:
-    """Per module the pair of recipes most often inferred, of equals the first seen, and whether it is exact."""
+    """Per module the pair of recipes most often inferred, of equals the first seen, and whether it is exact.
+
+    A row that adds up several steps counts as so many.
+    """
     frame = pd.DataFrame({name: rows[name].astype("category") for name in ("recipe_x", "recipe_w")})
     frame["module"] = module
-    frame["exact"] = (rows["exact"] == True).to_numpy(dtype=bool)  # noqa: E712
-    frame["n"] = 1
+    n = rows["n_steps"].to_numpy(dtype=np.int64)
+    frame["exact"] = (rows["exact"] == True).to_numpy(dtype=bool) * n  # noqa: E712
+    frame["n"] = n
     counts = frame.groupby(["module", "recipe_x", "recipe_w"], observed=True, sort=False)[["n", "exact"]].sum()
-    n_rows = np.bincount(module, minlength=n_modules)
+    n_rows = np.bincount(module, weights=n, minlength=n_modules)
     recipes = [("", "")] * n_modules
     is_exact = np.zeros(n_modules, dtype=np.bool_)
     most = counts.sort_values("n", ascending=False, kind="stable").reset_index().drop_duplicates("module")

@@ -15,6 +15,7 @@ from mxprobe.cli import pids as targets
 from mxprobe.cli.durations import Duration
 from mxprobe.cli.experts import Experts
 from mxprobe.cli.shares import Share
+from mxprobe.cli.sizes import Kept, Size
 from mxprobe.errors import UsageError
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels.formats import Rule
@@ -26,6 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _DEFAULTS = AgentConfig()
 DEFAULT_MAX_OVERHEAD = 0.03
+DEFAULT_MAX_TRACE = "2GB"
 _MAX_TORCH_WAIT_S = 60.0  # of one try: meanwhile the agent listens to nobody
 _RULES = [rule.value for rule in Rule]
 MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
@@ -97,6 +99,20 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     help="Run probed steps of a torch.compile'd model eagerly, so that its modules are seen. Not bit for bit.",
 )
 @click.option("--record", is_flag=True, help="Flight recorder: norms at every step, written when something goes wrong.")
+@click.option(
+    "--keep",
+    type=Kept(),
+    metavar="STEPS|TIME",
+    help="Keep so many steps, or so long (24h), at full resolution; older ones are added up. Default: what --max-trace "
+    "has room for.",
+)
+@click.option(
+    "--max-trace",
+    type=Size(),
+    default=DEFAULT_MAX_TRACE,
+    show_default=True,
+    help="Disk that the trace may take: beyond it old steps are added up, the oldest most. 0: no limit.",
+)
 @click.option("--duration", type=Duration(), help="Detach after so long, e.g. 10m.")
 @_setting("--step-timeout", "step_timeout_s", Duration(), "Give up if the process takes no step for so long.")
 @click.option("--via", type=click.Choice(MECHANISMS), help="Use this way in and no other; default: the first open.")
@@ -119,6 +135,8 @@ def command(
     max_overhead: float | None,
     eager_probe_steps: bool,
     record: bool,
+    keep: tuple[int | None, float | None] | None,
+    max_trace: int,
     duration: float | None,
     step_timeout: float,
     via: str | None,
@@ -157,11 +175,13 @@ def command(
 
     def attach(ready: Callable[[], None]) -> None:
         from mxprobe.attach.group import AttachOptions
+        from mxprobe.trace import Retention
 
         options = AttachOptions(
             directory,
             config,
             duration_s=duration,
+            retention=Retention(*(keep or (None, None)), max_trace or None),
             wait_s=wait or 0.0,
             via=via,
             command_line=["mxprobe", *sys.argv[1:]],

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ _MAX_BYTES_PER_POLL = 32 * 1024 * 1024
 
 @dataclass
 class _Position:
-    """How far a table of one rank has been read: rows in all, and bytes of the live file of that number."""
+    """How far a table of one rank has been read: rows, and bytes where it was live, of the file of that number."""
 
-    n_rows: int = 0
     number: int = 0
+    n_rows: int = 0
     offset: int = 0
     schema: Any = None
 
@@ -49,9 +50,8 @@ class TraceTail:
         self.is_behind = False
         for table in self._columns:
             live, parts = layout.fresh_live_files(self.directory, table)
-            for rank in dict.fromkeys(rank for rank, _ in parts):
-                paths = [path for part_rank, path in parts if part_rank == rank]
-                found.extend(self._frames(table, rank, self._read_parts(table, rank, paths)))
+            for rank, of_rank in groupby(parts, key=lambda part: part.rank):
+                found.extend(self._frames(table, rank, self._read_parts(table, rank, list(of_rank))))
             for file in live:
                 if self.is_behind:
                     break  # a later file of the same rank is read after this one
@@ -79,7 +79,7 @@ class TraceTail:
         if file.number < position.number:
             return  # read to its end; its part is late because the disk was full
         if file.number > position.number:
-            position.number, position.offset, position.schema = file.number, 0, None
+            position = self._positions[file.table, file.rank] = _Position(file.number)
         try:
             with open(file.path, "rb") as stream:
                 stream.seek(position.offset)
@@ -103,21 +103,24 @@ class TraceTail:
                 yield pa.Table.from_batches([batch])
         position.offset += end
 
-    def _read_parts(self, table: str, rank: int, paths: Sequence[Path]) -> Iterator[Any]:
-        """Rows of the parts beyond those that were read live: parts hold the live rows in their order."""
+    def _read_parts(self, table: str, rank: int, parts: Sequence[layout.Part]) -> Iterator[Any]:
+        """Rows of the parts beyond those that were read live: a part holds the rows of its live file in their order."""
         position = self._positions.setdefault((table, rank), _Position())
-        skip = position.n_rows
-        for path in paths:
-            try:
-                file = pq.ParquetFile(path)
-                n_rows = file.metadata.num_rows
-                data = file.read(columns=list(self._columns[table])).slice(skip) if skip < n_rows else None
-            except UNREADABLE as error:
-                raise damaged(path, error) from None
-            if data is not None:
-                position.n_rows += data.num_rows
-                yield data
-            skip = max(skip - n_rows, 0)
+        for part in parts:
+            if part.last < position.number:
+                continue
+            # Put together with one of which rows were shown: its others, long past, are left out.
+            is_mixed = part.first < position.number or (position.n_rows > 0 and part.first < part.last)
+            if not is_mixed:
+                try:
+                    data = pq.ParquetFile(part.path).read(columns=list(self._columns[table])).slice(position.n_rows)
+                except FileNotFoundError:
+                    return  # put together with others meanwhile: at the next poll
+                except UNREADABLE as error:
+                    raise damaged(part.path, error) from None
+                if data.num_rows:
+                    yield data
+            self._positions[table, rank] = position = _Position(part.last + 1)
 
     def _stamp(self) -> int:
         try:

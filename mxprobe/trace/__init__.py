@@ -2,6 +2,7 @@
 
 from .compaction import compact
 from .reader import Trace, open_trace
+from .retention import Retention
 from .writer import TraceWriter
 
-__all__ = ["Trace", "TraceWriter", "compact", "open_trace"]
+__all__ = ["Retention", "Trace", "TraceWriter", "compact", "open_trace"]

@@ -6,15 +6,16 @@ for frames.
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import TABLES
+from mxprobe.schema import SPAN, TABLES, THINNED
 
 _SCALARS: dict[str, Callable[[], Any]] = {
     "int64": pa.int64,
@@ -23,10 +24,15 @@ _SCALARS: dict[str, Callable[[], Any]] = {
     "bool": pa.bool_,
     "string": pa.string,
 }
+_SPAN = frozenset(name for name, _ in SPAN)
 _LIST = re.compile(r"list<int64(?::(\d+))?>")
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError)
 """What Arrow and Parquet raise on bytes that are not theirs."""
+
+
+ROWS_PER_PIECE = 65_536
+"""Rows of a row group of a part, and of what is read of a live file at a time."""
 
 
 def damaged(path: Path, error: Exception) -> TraceError:
@@ -56,7 +62,7 @@ def columns_of(table: str) -> dict[str, str]:
             cause="a typing error, or rows made by another version of mxprobe",
             remedy=f"use one of: {', '.join(TABLES)}",
         )
-    return dict(TABLES[table])
+    return dict((*TABLES[table], *(SPAN if table in THINNED else ())))
 
 
 def arrow_type(name: str, *, dictionary: bool) -> Any:
@@ -88,6 +94,20 @@ def select(schema: Any, columns: Collection[str] | None) -> Any:
     return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
 
 
+def _span(field: Any, data: Any) -> Any:
+    """`n_steps` or `last_step`; of rows that were never added up 1 and their step."""
+    own = data.column("step") if "step" in data.column_names else pa.nulls(data.num_rows, field.type)
+    own = pa.array(np.ones(data.num_rows, dtype=np.int64)) if field.name == "n_steps" else own.cast(field.type)
+    if field.name not in data.column_names:
+        return own
+    column = data.column(field.name).cast(field.type)
+    if not column.null_count:
+        return column
+    given = np.asarray(column.is_valid())
+    chosen = np.where(given, np.asarray(column.fill_null(0)), np.asarray(own.fill_null(0)))
+    return pa.array(chosen, mask=~given & np.asarray(own.is_null()))
+
+
 def conform(data: Any, table: str, columns: Collection[str] | None = None) -> Any:
     """A `pa.Table` of any version cast to this version's columns: missing ones null, unknown ones dropped.
 
@@ -99,6 +119,9 @@ def conform(data: Any, table: str, columns: Collection[str] | None = None) -> An
     schema = select(table_schema(table), columns)
     arrays: list[Any] = []
     for field in schema:
+        if field.name in _SPAN:
+            arrays.append(_span(field, data))
+            continue
         if field.name not in data.column_names:
             arrays.append(pa.nulls(data.num_rows, field.type))
             continue
@@ -114,3 +137,17 @@ def conform(data: Any, table: str, columns: Collection[str] | None = None) -> An
                 remedy="read the Parquet files directly, or make the trace again",
             ) from None
     return pa.table(arrays, schema=schema)
+
+
+def pieces(table: str, batches: Iterable[Any], columns: Collection[str] | None = None) -> Iterator[Any]:
+    """Record batches, many of them of one row, as `conform`ed tables of some `ROWS_PER_PIECE` rows."""
+    pending: list[Any] = []
+    n_pending = 0
+    for batch in batches:
+        pending.append(batch)
+        n_pending += batch.num_rows
+        if n_pending >= ROWS_PER_PIECE:
+            yield conform(pa.Table.from_batches(pending), table, columns)
+            pending, n_pending = [], 0
+    if pending:
+        yield conform(pa.Table.from_batches(pending), table, columns)

@@ -12,13 +12,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from . import layout
-from .arrow import UNREADABLE, check_readable, conform, damaged
-from .live import LiveStream
-
-ROWS_PER_CHUNK = 65_536
+from .arrow import UNREADABLE, check_readable, conform, damaged, pieces
+from .sources import Source, part_sources, sources
 
 
 def chunks(
@@ -32,38 +28,35 @@ def chunks(
         TraceError: a file is damaged, or holds another type than the schema says.
     """
     wanted = {*columns, "step"} if steps is not None else set(columns)
-    live, parts = layout.fresh_live_files(directory, table)
-    for rank, path in parts:
-        yield from _of_part(path, table, wanted, rank, steps)
-    for file in live:
-        try:
-            for piece in _of_live(file.path, table, wanted):
-                yield from _finished(piece, file.rank, steps)
-        except FileNotFoundError:  # compacted meanwhile
-            yield from _of_part(layout.part_of(directory, file), table, wanted, file.rank, steps)
+    for source in sources(directory, table):
+        if source.is_live:
+            for piece in pieces(table, source.stream(), wanted):
+                yield from _finished(piece, source.rank, steps)
+        else:
+            yield from _of_part(source, table, wanted, steps)
 
 
 def count_rows(directory: Path, table: str) -> int:
     """Rows of a table's Parquet parts, from their footers. Live files are not counted."""
-    return sum(_open(path).metadata.num_rows for _, path in layout.part_files(directory, table))
+    return sum(source.n_rows() for source in part_sources(directory, table))
 
 
 def step_ranges(directory: Path, table: str) -> list[range]:
     """First to last step of each row group, by rank and part; groups without statistics are left out."""
     found: list[range] = []
-    for _, path in layout.part_files(directory, table):
-        file = _open(path)
+    for source in part_sources(directory, table):
+        file = source.parquet()
         for group in range(file.num_row_groups):
-            bounds = _bounds(file, group)
+            bounds = group_steps(file, group)
             if bounds is not None:
                 found.append(range(bounds[0], bounds[1] + 1))
     return found
 
 
-def _of_part(path: Path, table: str, columns: set[str], rank: int, steps: Sequence[range] | None) -> Iterator[Any]:
-    file = _open(path)
+def _of_part(source: Source, table: str, columns: set[str], steps: Sequence[range] | None) -> Iterator[Any]:
+    file = source.parquet()
     present = [name for name in file.schema_arrow.names if name in columns]
-    wanted = [group for group in range(file.num_row_groups) if _has_steps(_bounds(file, group), steps)]
+    wanted = [group for group in range(file.num_row_groups) if _has_steps(group_steps(file, group), steps)]
     # The next group is decoded while the caller works on this one: both take as long, and neither holds the GIL.
     with ThreadPoolExecutor(max_workers=1) as ahead:
         pending = [ahead.submit(file.read_row_group, group, present) for group in wanted[:1]]
@@ -74,10 +67,10 @@ def _of_part(path: Path, table: str, columns: set[str], rank: int, steps: Sequen
                 data = pending.pop().result()
                 check_readable(data)
             except UNREADABLE as error:
-                raise damaged(path, error) from None
+                raise damaged(source.path, error) from None
             if following is not None:
                 pending.append(ahead.submit(file.read_row_group, following, present))
-            yield from _finished(conform(data, table, columns), rank, steps)
+            yield from _finished(conform(data, table, columns), source.rank, steps)
 
 
 def _has_steps(bounds: tuple[int, int] | None, steps: Sequence[range] | None) -> bool:
@@ -85,19 +78,6 @@ def _has_steps(bounds: tuple[int, int] | None, steps: Sequence[range] | None) ->
     if steps is None or bounds is None:
         return True
     return any(each.start <= bounds[1] and bounds[0] < each.stop for each in steps)
-
-
-def _of_live(path: Path, table: str, columns: set[str]) -> Iterator[Any]:
-    pending: list[Any] = []
-    n_pending = 0
-    for batch in LiveStream(path):
-        pending.append(batch)
-        n_pending += batch.num_rows
-        if n_pending >= ROWS_PER_CHUNK:
-            yield conform(pa.Table.from_batches(pending), table, columns)
-            pending, n_pending = [], 0
-    if pending:
-        yield conform(pa.Table.from_batches(pending), table, columns)
 
 
 def _finished(data: Any, rank: int, steps: Sequence[range] | None) -> Iterator[Any]:
@@ -111,16 +91,7 @@ def _finished(data: Any, rank: int, steps: Sequence[range] | None) -> Iterator[A
         yield data.append_column("rank", pa.array(np.full(data.num_rows, rank, dtype=np.int32)))
 
 
-def _open(path: Path) -> Any:
-    try:
-        file = pq.ParquetFile(path)
-        _ = file.schema_arrow.names  # decoded here, where it may fail
-        return file
-    except UNREADABLE as error:
-        raise damaged(path, error) from None
-
-
-def _bounds(file: Any, group: int) -> tuple[int, int] | None:
+def group_steps(file: Any, group: int) -> tuple[int, int] | None:
     """Least and largest step of a row group by its statistics; None where there are none to be had."""
     metadata = file.metadata.row_group(group)
     with contextlib.suppress(*UNREADABLE):  # reading the group will say what is wrong with it

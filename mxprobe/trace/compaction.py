@@ -1,7 +1,7 @@
 """Live Arrow streams -> Parquet parts, so that a crash at any moment neither loses nor doubles a row.
 
 A part holds one live file, whole. It is written under a dot-name, fsynced and renamed; the live file goes last.
-A reader that finds both reads the part.
+A reader that finds both reads the part. Parts that hold several come of `mxprobe.trace.retention`, the same way.
 """
 
 import os
@@ -14,11 +14,13 @@ import pyarrow.parquet as pq
 
 from mxprobe.errors import TraceError
 
-from . import layout
-from .arrow import columns_of, conform, table_schema
+from . import arrow, layout
+from .arrow import columns_of, pieces, table_schema
 from .live import LiveStream
+from .thinning import Windows
 
-ROWS_PER_GROUP = 65_536
+MAX_PART_BYTES = 64 * 1024 * 1024
+"""Of parts that are put together."""
 
 
 def compact(directory: Path | str) -> None:
@@ -27,7 +29,8 @@ def compact(directory: Path | str) -> None:
     Raises:
         TraceError: not a trace, or its writer is still alive.
     """
-    from .reader import read_run  # the reader imports this module
+    from .reader import read_run  # these import this module
+    from .retention import Keeper, Retention
 
     directory = Path(directory)
     run, problems = read_run(directory)
@@ -40,6 +43,9 @@ def compact(directory: Path | str) -> None:
         )
     try:
         compact_live(directory)
+        windows = Windows.from_json(run.get("thinned"))
+        if windows is not None:
+            Keeper(directory, Retention(), lambda _: None).apply(windows)
         if run.get("closed_ns") is None and not problems:
             layout.write_json(directory / layout.RUN_FILE, {**run, "compacted_after_death": True})
     finally:
@@ -64,19 +70,24 @@ def compact_file(directory: Path, file: layout.LiveFile) -> None:
     Raises:
         OSError: the disk takes no more; the live file is as it was.
     """
-    part = layout.part_of(directory, file)
-    if part.exists():
+    if layout.is_held(file, layout.part_files(directory, file.table, file.rank)):
         file.path.unlink()
         return
     stream = LiveStream(file.path)
-    _write_part(part, file.table, stream)
+    part = layout.part_path(directory, file.table, file.rank, file.number)
+    write_part(part, file.table, pieces(file.table, stream))
     if stream.is_cut:
         file.path.replace(file.path.with_suffix(".cut"))  # what cannot be read is kept for whoever can
     else:
         file.path.unlink()
 
 
-def _write_part(final: Path, table: str, batches: Iterable[Any]) -> None:
+def write_part(final: Path, table: str, tables: Iterable[Any]) -> None:
+    """Write `pa.Table`s of the table's schema as a part, which takes its name when it is whole.
+
+    Raises:
+        OSError: the disk takes no more; there is no part.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.name}.tmp")
     kinds = columns_of(table)
@@ -91,14 +102,14 @@ def _write_part(final: Path, table: str, batches: Iterable[Any]) -> None:
     with layout.removed_on_error(temporary):
         with open(temporary, "wb") as file:
             with pq.ParquetWriter(file, table_schema(table), **options) as writer:
-                for batch in batches:
-                    pending.append(batch)
-                    n_pending += batch.num_rows
-                    if n_pending >= ROWS_PER_GROUP:
-                        writer.write_table(conform(pa.Table.from_batches(pending), table))
+                for piece in tables:
+                    pending.append(piece)
+                    n_pending += piece.num_rows
+                    if n_pending >= arrow.ROWS_PER_PIECE:
+                        writer.write_table(pa.concat_tables(pending).unify_dictionaries())
                         pending, n_pending = [], 0
-                if pending:
-                    writer.write_table(conform(pa.Table.from_batches(pending), table))
+                if n_pending:
+                    writer.write_table(pa.concat_tables(pending).unify_dictionaries())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, final)

@@ -3,8 +3,10 @@
 import fcntl
 import json
 import os
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +15,17 @@ from mxprobe.schema import TABLES
 RUN_FILE = "run.json"
 LIVE_DIRECTORY = "live"
 LOCK_FILE = ".writer.lock"
-SCHEMA_MINOR = 0
-"""Counts additions that an older reader can ignore; `schema.SCHEMA_VERSION` counts changes it cannot."""
+
+_PART = re.compile(r"part-(\d+)(?:-(\d+))?\.parquet")
+
+
+class Part(NamedTuple):
+    """A Parquet file that holds the live files `first` to `last` of a table and rank, whole or added up."""
+
+    rank: int
+    first: int
+    last: int
+    path: Path
 
 
 class LiveFile(NamedTuple):
@@ -30,8 +41,9 @@ def live_path(directory: Path, table: str, rank: int, number: int = 0) -> Path:
     return directory / LIVE_DIRECTORY / f"rank={rank}" / f"{table}-{number:05d}.arrows"
 
 
-def part_path(directory: Path, table: str, rank: int, number: int) -> Path:
-    return directory / table / f"rank={rank}" / f"part-{number:05d}.parquet"
+def part_path(directory: Path, table: str, rank: int, first: int, last: int | None = None) -> Path:
+    numbers = f"{first:05d}" if last is None or last == first else f"{first:05d}-{last:05d}"
+    return directory / table / f"rank={rank}" / f"part-{numbers}.parquet"
 
 
 def live_files(directory: Path) -> list[LiveFile]:
@@ -49,20 +61,33 @@ def live_files(directory: Path) -> list[LiveFile]:
     return sorted(found, key=lambda file: (order.index(file.table), file.rank, file.number))
 
 
-def fresh_live_files(directory: Path, table: str) -> tuple[list[LiveFile], list[tuple[int, Path]]]:
+def fresh_live_files(directory: Path, table: str) -> tuple[list[LiveFile], list[Part]]:
     """The live files of a table that no part holds yet, and its parts: together each row once.
 
     In this order because a live file may become a part meanwhile, and never the other way round.
     """
     live = [file for file in live_files(directory) if file.table == table]
     parts = part_files(directory, table)
-    held = {path for _, path in parts}
-    return [file for file in live if part_of(directory, file) not in held], parts
+    return [file for file in live if not is_held(file, parts)], parts
 
 
-def part_of(directory: Path, file: LiveFile) -> Path:
-    """The part that a live file becomes."""
-    return part_path(directory, file.table, file.rank, file.number)
+def is_held(file: LiveFile, parts: Sequence[Part]) -> bool:
+    """Whether one of the parts holds that live file."""
+    return any(part.rank == file.rank and part.first <= file.number <= part.last for part in parts)
+
+
+def has_gap(live: Sequence[LiveFile], parts: Sequence[Part]) -> bool:
+    """Whether a number is missing between the files of a rank: removed, or listed while parts were put together."""
+    numbers: dict[int, list[tuple[int, int]]] = {}
+    for part in parts:
+        numbers.setdefault(part.rank, []).append((part.first, part.last))
+    for file in live:
+        numbers.setdefault(file.rank, []).append((file.number, file.number))
+    for held in numbers.values():
+        held.sort()
+        if held[0][0] > 0 or any(after[0] != before[1] + 1 for before, after in pairwise(held)):
+            return True
+    return False
 
 
 def cut_files(directory: Path) -> list[Path]:
@@ -70,14 +95,31 @@ def cut_files(directory: Path) -> list[Path]:
     return sorted((directory / LIVE_DIRECTORY).glob("rank=*/*.cut"))
 
 
-def part_files(directory: Path, table: str) -> list[tuple[int, Path]]:
-    """(rank, path) of each finished Parquet part of a table, by rank and number."""
-    found = [
-        (rank, path)
-        for path in (directory / table).glob("rank=*/part-*.parquet")
-        if (rank := rank_of(path.parent)) is not None
-    ]
-    return sorted(found, key=lambda item: (item[0], item[1].name))
+def part_files(directory: Path, table: str, rank: int | None = None) -> list[Part]:
+    """The finished Parquet parts of a table, by rank and number, without those that another one holds as well."""
+    return _split_parts(directory, table, rank)[0]
+
+
+def covered_parts(directory: Path, table: str) -> list[Part]:
+    """Parts that a longer one holds as well: what a writer that was stopped in between has left."""
+    return _split_parts(directory, table)[1]
+
+
+def _split_parts(directory: Path, table: str, of_rank: int | None = None) -> tuple[list[Part], list[Part]]:
+    found: list[Part] = []
+    ranks = "*" if of_rank is None else str(of_rank)
+    for path in (directory / table).glob(f"rank={ranks}/part-*.parquet"):
+        rank, match = rank_of(path.parent), _PART.fullmatch(path.name)
+        if rank is not None and match is not None:
+            first = int(match[1])
+            found.append(Part(rank, first, int(match[2] or first), path))
+    found.sort(key=lambda part: (part.rank, part.first, -part.last))
+    kept: list[Part] = []
+    covered: list[Part] = []
+    for part in found:  # a part that begins later and ends no later than the one before lies within it
+        within = kept and kept[-1].rank == part.rank and part.last <= kept[-1].last
+        (covered if within else kept).append(part)
+    return kept, covered
 
 
 def rank_of(directory: Path) -> int | None:
@@ -114,7 +156,7 @@ def removed_on_error(temporary: Path) -> Generator[None, None, None]:
     """A file that could not be finished goes: on a full disk it would hold what the rest needs."""
     try:
         yield
-    except OSError:
+    except Exception:
         temporary.unlink(missing_ok=True)
         raise
 

@@ -12,23 +12,25 @@ from .arrow import UNREADABLE, check_readable, damaged
 class LiveStream:
     """Iterates over the complete record batches of a `.arrows` file.
 
-    After the iteration `n_batches` counts them and `is_cut` says whether bytes of an incomplete batch follow.
+    With `file`, an open `pa.OSFile` of it, that is read, and closed at the end. After the iteration `n_batches` counts
+    the batches and `is_cut` says whether bytes of an incomplete batch follow.
 
     Raises:
         FileNotFoundError: no such file: compaction has made a part of it.
         TraceError: a file that cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: Any = None) -> None:
         self.path = path
+        self._file = file
         self.n_batches = 0
         self.is_cut = False
 
     def __iter__(self) -> Iterator[Any]:
         # Bounded by the size at opening: a writer that appends meanwhile must not look like a cut.
         try:
-            size = self.path.stat().st_size
-            file = pa.OSFile(str(self.path), "rb")
+            file = pa.OSFile(str(self.path), "rb") if self._file is None else self._file
+            size = file.size()
         except FileNotFoundError:
             raise
         except OSError as error:

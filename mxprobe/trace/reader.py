@@ -9,15 +9,15 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import SCHEMA_VERSION, TABLES
+from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, TABLES
 
 from . import layout
 from .arrow import UNREADABLE, check_readable, conform, damaged, select, table_schema
 from .chunks import chunks
-from .live import LiveStream
+from .sources import Source, sources
+from .thinning import Windows
 
 
 def open_trace(path: Path | str) -> "Trace":
@@ -127,8 +127,20 @@ class Trace:
             found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
         elif not self.is_complete and (self.run or layout.live_files(self.directory)):
             found.append(f"The writer died before closing the trace; {self._last_row()}.")
-        for file in layout.live_files(self.directory):
-            self._n_rows(file.table)
+        for table in {file.table for file in layout.live_files(self.directory)}:
+            self.table(table, (TABLES[table][0][0],))  # says what is cut
+        windows = Windows.from_json(self.run.get("thinned"))
+        if windows is not None:
+            found.append(
+                f"Steps before {windows.until} are kept as sums of several steps, in {windows.starts.size} windows "
+                "(--keep, --max-trace): their totals are those of every step; what happened within a window is lost."
+            )
+        excess = self.run.get("excess_bytes")
+        if excess:
+            found.append(
+                f"The trace takes {excess:,} bytes more than --max-trace allowed: tables that hold no sums are kept "
+                "as they are."
+            )
         found.extend(self._cuts[table] for table in sorted(self._cuts))
         found.extend(
             f"{path.relative_to(self.directory)} holds what could not be read of a live file when it became Parquet."
@@ -147,11 +159,11 @@ class Trace:
         return chunks(self.directory, name, columns)
 
     def _n_rows(self, name: str) -> int:
-        return len(self.table(name, (TABLES[name][0][0],)))
+        return sum(source.n_rows() for source in sources(self.directory, name))
 
     def _last_row(self) -> str:
-        times = [self.table(table, ("time_ns",))["time_ns"].max() for table in TABLES]
-        times = [time for time in times if pd.notna(time)]
+        pieces = (piece for table in TABLES for piece in self.chunks(table, ("time_ns",)))
+        times = [time for piece in pieces if pd.notna(time := piece.column("time_ns").to_pandas().max())]
         if not times:
             return "no row was written"
         last = datetime.fromtimestamp(max(times) / 1e9, tz=UTC)
@@ -159,22 +171,20 @@ class Trace:
 
     def arrow(self, name: str, columns: Collection[str] | None = None) -> Any:
         """The same rows as a `pa.Table`, read anew: for those who need whole columns and no frame."""
-        live, parts = layout.fresh_live_files(self.directory, name)
-        pieces = [(rank, _read_part(path, name, columns)) for rank, path in parts]
-        for file in live:
-            stream = LiveStream(file.path)
-            try:
-                batches = list(stream)
-            except FileNotFoundError:  # compacted meanwhile
-                pieces.append((file.rank, _read_part(layout.part_of(self.directory, file), name, columns)))
+        pieces: list[tuple[int, Any]] = []
+        for source in sources(self.directory, name):
+            if not source.is_live:
+                pieces.append((source.rank, _read_part(source, name, columns)))
                 continue
+            stream = source.stream()
+            batches = list(stream)
             if stream.is_cut and not self._is_live:
-                self._cuts[file.path.name + str(file.rank)] = (
-                    f"The live file of {name}, rank {file.rank}, is cut after {stream.n_batches} batches; the rest of "
-                    "it cannot be read."
+                self._cuts[source.path.name + str(source.rank)] = (
+                    f"The live file of {name}, rank {source.rank}, is cut after {stream.n_batches} batches; the rest "
+                    "of it cannot be read."
                 )
             if batches:
-                pieces.append((file.rank, conform(pa.Table.from_batches(batches), name, columns)))
+                pieces.append((source.rank, conform(pa.Table.from_batches(batches), name, columns)))
         empty = select(table_schema(name), columns).empty_table()
         tables = [
             piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
@@ -246,15 +256,15 @@ def _schema_problems(directory: Path, run: dict[str, Any]) -> list[str]:
             cause=f"it was written by a newer mxprobe ({run.get('mxprobe', 'version unknown')})",
             remedy="upgrade mxprobe: pip install -U mxprobe",
         )
-    if version == SCHEMA_VERSION and isinstance(minor, int) and minor > layout.SCHEMA_MINOR:
+    if version == SCHEMA_VERSION and isinstance(minor, int) and minor > SCHEMA_MINOR:
         return [f"The trace has the newer schema {version}.{minor}; columns unknown here are left out."]
     return []
 
 
-def _read_part(path: Path, table: str, columns: Collection[str] | None) -> Any:
+def _read_part(source: Source, table: str, columns: Collection[str] | None) -> Any:
     try:
-        data = pq.ParquetFile(path).read(columns=None if columns is None else list(columns))
+        data = source.parquet().read(columns=None if columns is None else list(columns))
         check_readable(data)
     except UNREADABLE as error:
-        raise damaged(path, error) from None
+        raise damaged(source.path, error) from None
     return conform(data, table, columns)

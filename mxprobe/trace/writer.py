@@ -13,14 +13,18 @@ import pyarrow as pa
 
 from mxprobe._version import __version__
 from mxprobe.errors import TraceError
-from mxprobe.schema import SCHEMA_VERSION
+from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION
 
 from . import layout
 from .arrow import columns_of, live_schema
-from .compaction import compact_file, compact_live
+from .background import Compactor
+from .compaction import compact_live
+from .retention import FAILURES, LIVE_SHARE, Keeper, Retention
 
 ROTATE_BYTES = 64 * 1024 * 1024
 """A live file of this size becomes a Parquet part, some five times smaller, and the next one is begun."""
+_MAX_BACKLOG = 4
+"""Full live files that wait to become parts. Beyond it rows wait, too: they are on disk, only the answer is late."""
 
 
 class TraceWriter:
@@ -33,12 +37,20 @@ class TraceWriter:
         directory: created if missing; other files in it are left alone.
         run: facts about the run for `run.json`, any JSON values.
         rotate_bytes: size at which a live file becomes a Parquet part.
+        retention: how much stays at full resolution; `run.json` says what was added up, as `thinned`.
 
     Raises:
         TraceError: the directory already holds a trace, or cannot be written.
     """
 
-    def __init__(self, directory: Path, run: Mapping[str, Any], *, rotate_bytes: int = ROTATE_BYTES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run: Mapping[str, Any],
+        *,
+        rotate_bytes: int = ROTATE_BYTES,
+        retention: Retention | None = None,
+    ) -> None:
         self.directory = Path(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -57,14 +69,23 @@ class TraceWriter:
                 remedy="choose another directory with -o, or remove that one",
             )
         self._lock_descriptor = lock
-        self._mutex = threading.Lock()
+        self._mutex = threading.Condition()
         self._rotate_bytes = rotate_bytes
+        self._retention = retention or Retention()
+        limits = self._retention.limits_anything
+        self._keeper = Keeper(self.directory, self._retention, self._say_thinned) if limits else None
+        self._compactor = Compactor(self.directory, self._keeper, self._compacted)
+        limit = self._retention.max_bytes
+        self._max_live_bytes = None if limit is None else int(LIVE_SHARE * limit)
+        self._max_backlog_bytes = _MAX_BACKLOG * rotate_bytes if limit is None else int(LIVE_SHARE * limit)
+        self._backlog_bytes = 0
+        self._live_bytes: dict[tuple[str, int], int] = {}
         self._files: dict[tuple[str, int], int] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._closed = False
         self._run: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
-            "schema_minor": layout.SCHEMA_MINOR,
+            "schema_minor": SCHEMA_MINOR,
             "mxprobe": __version__,
             "writer_pid": os.getpid(),
             "created_ns": time.time_ns(),
@@ -90,8 +111,19 @@ class TraceWriter:
             if descriptor is None:
                 descriptor = self._files[table, rank] = self._open(table, rank)
             self._write(descriptor, batch.serialize(), table)
-            if os.lseek(descriptor, 0, os.SEEK_CUR) >= self._rotate_bytes:
+            size = self._live_bytes[table, rank] = os.lseek(descriptor, 0, os.SEEK_CUR)
+            if self._keeper is not None:
+                self._keeper.saw(table, columns.get("step", ()), time.monotonic())
+            if size >= self._rotate_bytes:
                 self._rotate(table, rank)
+            elif self._max_live_bytes is not None and sum(self._live_bytes.values()) > self._max_live_bytes:
+                self._rotate(*max(self._live_bytes, key=self._live_bytes.__getitem__))
+            self._mutex.wait_for(lambda: self._backlog_bytes <= self._max_backlog_bytes)
+
+    def settle(self) -> None:
+        """Wait until the files that were full have become parts, or could not."""
+        with self._mutex:
+            self._mutex.wait_for(lambda: self._backlog_bytes == 0)
 
     def update_run(self, **fields: Any) -> None:
         """Set fields of `run.json`; the file is replaced at once. TraceError if the disk takes no more."""
@@ -105,18 +137,20 @@ class TraceWriter:
     def close(self) -> None:
         """Compact the live files to Parquet, remove them, mark the trace complete. A second call does nothing.
 
+        What the retention no longer keeps is added up, too.
+
         Raises:
             TraceError: the disk takes no more; what is not compacted stays in the live files.
         """
         with self._mutex:
             if self._closed:
                 return
-            self._closed = True
-            for descriptor in self._files.values():
-                os.close(descriptor)
-            self._files.clear()
+            self._stop()
+        self._compactor.finish()
+        with self._mutex:
             try:
                 compact_live(self.directory)
+                self._keep_at_last()
                 self._run["closed_ns"] = time.time_ns()
                 layout.write_json(self.directory / layout.RUN_FILE, self._run)
             except OSError as error:
@@ -129,11 +163,15 @@ class TraceWriter:
         with self._mutex:
             if self._closed:
                 return
-            self._closed = True
-            for descriptor in self._files.values():
-                os.close(descriptor)
-            self._files.clear()
-            os.close(self._lock_descriptor)
+            self._stop()
+        self._compactor.finish()
+        os.close(self._lock_descriptor)
+
+    def _stop(self) -> None:
+        self._closed = True
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
 
     def __enter__(self) -> "TraceWriter":
         return self
@@ -151,13 +189,30 @@ class TraceWriter:
         )
 
     def _rotate(self, table: str, rank: int) -> None:
-        """Whoever waits for this batch waits for the part: their rows are safe, only the answer is late."""
         os.close(self._files.pop((table, rank)))
         number = self._numbers.get((table, rank), 0)
         self._numbers[table, rank] = number + 1
+        size = self._live_bytes.pop((table, rank))
+        self._backlog_bytes += size
         path = layout.live_path(self.directory, table, rank, number)
-        with contextlib.suppress(OSError):  # a full disk: the live file stays, and is read as it is
-            compact_file(self.directory, layout.LiveFile(table, rank, number, path))
+        self._compactor.hand_over(layout.LiveFile(table, rank, number, path), size)
+
+    def _compacted(self, size_bytes: int) -> None:
+        with self._mutex:
+            self._backlog_bytes -= size_bytes
+            self._mutex.notify_all()
+
+    def _say_thinned(self, windows: dict[str, Any]) -> None:
+        self.update_run(thinned=windows)
+
+    def _keep_at_last(self) -> None:
+        """After the last part, and with what all the parts together are too large by."""
+        if self._keeper is None:
+            return
+        with contextlib.suppress(*FAILURES):
+            self._keeper.enforce(time.monotonic())
+        if self._keeper.excess_bytes:
+            self._run["excess_bytes"] = self._keeper.excess_bytes
 
     def _open(self, table: str, rank: int) -> int:
         path = layout.live_path(self.directory, table, rank, self._numbers.get((table, rank), 0))

@@ -39,7 +39,9 @@ class Overhead:
 
 def of(frame: pd.DataFrame, run: Mapping[str, Any]) -> Overhead:
     rows = frame.sort_values("step", kind="stable")
-    numbers = rows[["step_ns", "probe_ns"]].apply(pd.to_numeric).to_numpy(dtype=float) / 1e9
+    # A row may add up several steps: then each of them is taken to be like their mean.
+    n_steps = rows["n_steps"].fillna(1).to_numpy(dtype=int) if "n_steps" in rows else np.ones(len(rows), dtype=int)
+    numbers = rows[["step_ns", "probe_ns"]].apply(pd.to_numeric).to_numpy(dtype=float) / 1e9 / n_steps[:, None]
     timed = np.isfinite(numbers).all(axis=1) & (numbers[:, 0] > 0)
     if "rank" in rows:
         timed &= rows["rank"].to_numpy() == rows["rank"].min()
@@ -48,9 +50,9 @@ def of(frame: pd.DataFrame, run: Mapping[str, Any]) -> Overhead:
     agent: Any = run.get("agent")
     known: Mapping[str, Any] = agent if isinstance(agent, Mapping) else {}
     return Overhead(
-        step_s=numbers[timed, 0],
-        hooks_s=numbers[timed, 1],
-        is_probed=rows["probed"].fillna(False).astype(bool).to_numpy()[timed],
+        step_s=np.repeat(numbers[timed, 0], n_steps[timed]),
+        hooks_s=np.repeat(numbers[timed, 1], n_steps[timed]),
+        is_probed=np.repeat(rows["probed"].fillna(False).astype(bool).to_numpy()[timed], n_steps[timed]),
         measuring_s=float(known.get("measure_ns", np.nan)) / 1e9,
         attached_s=float(known.get("step_ns", np.nan)) / 1e9,
         **sums,

@@ -36,7 +36,7 @@ def missing_rank(directory: Path) -> None:
     """Rank 1 of three left no file."""
     write_trace(directory, SMALL)
     for table in ("tensors", "overhead"):
-        (_, part), *_ = layout.part_files(directory, table)
+        part = layout.part_files(directory, table)[0].path
         copy = layout.part_path(directory, table, 2, 0)
         copy.parent.mkdir(parents=True)
         shutil.copy(part, copy)
@@ -66,7 +66,7 @@ def cut_live_file(directory: Path) -> None:
 def cut_part(directory: Path) -> None:
     write_trace(directory, SMALL)
     for table in ("tensors", "outputs"):
-        (_, part), *_ = layout.part_files(directory, table)
+        part = layout.part_files(directory, table)[0].path
         part.write_bytes(part.read_bytes()[:200])
 
 

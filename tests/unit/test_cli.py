@@ -15,11 +15,14 @@ from mxprobe.cli import COMMANDS, main
 from mxprobe.cli.durations import Duration
 from mxprobe.cli.experts import Experts
 from mxprobe.cli.shares import Share
+from mxprobe.cli.sizes import Kept, Size
 
 OPTIONS = {
     "attach": {
         "output",
         "every",
+        "keep",
+        "max_trace",
         "weights_every",
         "sensitivity_every",
         "replay_every",
@@ -161,3 +164,30 @@ def test_shares() -> None:
     for text in ("three", "300%", "-1"):
         with pytest.raises(click.BadParameter):
             Share().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("1.5 MiB", 3 * 2**19), ("1000000", 10**6), ("0", 0), ("500mb", 5 * 10**8)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "two", "-1GB", "1kb", "2XB", "nanGB", "infGB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Size().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("5000", (5000, None)), ("90s", (None, 90.0)), ("24h", (None, 86400.0)), ("7d", (None, 604800.0))],
+)
+def test_what_to_keep_is_steps_or_a_time(text: str, kept: tuple[int | None, float | None]) -> None:
+    assert Kept().convert(text, None, None) == kept
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "d", "xd", "0h", "5 steps"])
+def test_what_is_nothing_to_keep(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Kept().convert(text, None, None)

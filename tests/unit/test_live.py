@@ -127,6 +127,7 @@ def test_rows_are_read_once_while_live_files_become_parts(tmp_path: Path) -> Non
             writer.append("signals", {"step": [step], "metric": ["x" * 100], "value": [0.5]})
             if step % 7 == 0:
                 seen += [int(each) for _, _, rows in tail.poll() for each in rows["step"]]
+        writer.settle()
         assert len(layout.part_files(directory, "signals")) > 2
     seen += [int(each) for _, _, rows in tail.poll() for each in rows["step"]]
     assert seen == list(range(60))

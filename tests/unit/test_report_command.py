@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from mxprobe.cli import main
 from mxprobe.errors import EXIT_TRACE, EXIT_USAGE
 from mxprobe.schema import TABLES
-from mxprobe.trace import TraceWriter, compaction
+from mxprobe.trace import TraceWriter, arrow
 from mxprobe_reports import inputs
 from tests import report_frames, trace_files
 from tests.synthetic import Run, write_trace
@@ -108,7 +108,7 @@ def test_runs_that_cannot_be_compared_are_refused_before_a_page_is_written(trace
 def test_a_trace_beyond_the_limits_is_read_in_windows_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "ROWS_PER_GROUP", 84)  # two steps of one layer's operands
+    monkeypatch.setattr(arrow, "ROWS_PER_PIECE", 84)  # two steps of one layer's operands
     path, tables = tmp_path / "long.mxprobe", trace_files.frames(1, 16, 1)
     writer = TraceWriter(path, {})
     for step in range(1, 17):

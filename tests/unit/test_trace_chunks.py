@@ -7,7 +7,8 @@ import pytest
 
 from mxprobe.errors import TraceError
 from mxprobe.trace import TraceWriter, compact, layout, open_trace
-from mxprobe.trace.chunks import ROWS_PER_CHUNK, chunks, count_rows, step_ranges
+from mxprobe.trace.arrow import ROWS_PER_PIECE
+from mxprobe.trace.chunks import chunks, count_rows, step_ranges
 
 COLUMNS = ("step", "module", "sum_e2", "delta_hist")
 
@@ -84,7 +85,7 @@ def test_a_live_file_compacted_meanwhile_is_read_as_the_part_it_became(tmp_path:
 
 def test_long_live_files_come_in_several_pieces(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "run.mxprobe", {})
-    per_batch = ROWS_PER_CHUNK // 3 // 2 + 1
+    per_batch = ROWS_PER_PIECE // 3 // 2 + 1
     for first in (0, per_batch, 2 * per_batch):
         writer.append("overhead", {"step": list(range(first, first + per_batch)) * 3})
     sizes = [piece.num_rows for piece in chunks(tmp_path / "run.mxprobe", "overhead", ("step",))]
@@ -94,7 +95,7 @@ def test_long_live_files_come_in_several_pieces(tmp_path: Path) -> None:
 
 
 def test_a_damaged_part_is_named(closed: Path) -> None:
-    _, part = layout.part_files(closed, "tensors")[0]
+    part = layout.part_files(closed, "tensors")[0].path
     part.write_bytes(part.read_bytes()[:-20])
     with pytest.raises(TraceError, match="damaged"):
         read(closed)

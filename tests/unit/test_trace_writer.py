@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mxprobe.errors import EXIT_TRACE, TraceError
-from mxprobe.schema import DELTA_BINS, TABLES
+from mxprobe.schema import DELTA_BINS, SPAN, TABLES
 from mxprobe.trace import TraceWriter, layout, open_trace
 from mxprobe.trace.compaction import compact
 
@@ -38,7 +38,7 @@ def test_rows_come_back_with_every_column(directory: Path) -> None:
         )
     trace = open_trace(directory)
     rows = trace.tensors()
-    assert list(rows.columns) == [*(name for name, _ in TABLES["tensors"]), "rank"]
+    assert list(rows.columns) == [*(name for name, _ in (*TABLES["tensors"], *SPAN)), "rank"]
     assert rows["module"].tolist() == ["a", "b"]
     assert list(rows["delta_hist"].iloc[0]) == list(range(DELTA_BINS))
     assert rows["sum_e2"].isna().all()
@@ -214,6 +214,7 @@ def test_a_live_file_that_has_grown_becomes_a_part(directory: Path) -> None:
         for step in range(42):
             writer.append("events", {"step": [step], "kind": ["x" * 100]}, rank=1)
             assert open_trace(directory).events()["step"].tolist() == list(range(step + 1))
+        writer.settle()
         parts = len(layout.part_files(directory, "events"))
         assert parts > 3
         assert [file.number for file in layout.live_files(directory)] == [parts]
@@ -226,6 +227,7 @@ def test_a_part_that_cannot_be_made_stays_a_live_file(directory: Path) -> None:
         in_the_way.write_text("")
         for step in range(3):
             writer.append("events", event(step))
+        writer.settle()
         assert len(layout.live_files(directory)) == 3
         assert open_trace(directory).events()["step"].tolist() == [0, 1, 2]
         in_the_way.unlink()

@@ -1,0 +1,236 @@
+"""How much of a long run stays at full resolution, and the passes that add up the rest.
+
+A cell is what one row of an operand stands for: a step, or a window of steps that were added up. Beyond `keep` the old
+cells are put together to at most `MAX_WINDOWS`; beyond `max_bytes`, pairs of neighbours in the older half of all cells
+become one, again and again, until the trace fits. So the older, the wider. Tables that hold no sums stay whole.
+"""
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mxprobe.errors import TraceError
+from mxprobe.schema import THINNED
+
+from . import layout
+from .chunks import group_steps
+from .compaction import MAX_PART_BYTES, write_part
+from .sources import Source
+from .thinning import Windows, thinned
+
+MAX_WINDOWS = 64
+"""As many as the verdict tells apart."""
+MIN_FULL_STEPS = 8
+"""Newest probed steps that a full trace still has at full resolution."""
+_BEGIN, _END = 0.65, 0.5
+"""Shares of `max_bytes`: parts beyond the first are thinned until they are below the second. Live files and the part
+that is being written take the rest."""
+LIVE_SHARE = 0.1
+_TIME_EVERY_S = 1.0
+
+FAILURES = (OSError, TraceError, pa.ArrowException)
+"""What rewriting parts may raise; every row is then where it was."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """None means no limit."""
+
+    keep_steps: int | None = None
+    """Steps at full resolution, counted back from the newest."""
+    keep_s: float | None = None
+    """The same in seconds."""
+    max_bytes: int | None = None
+    """Disk that the trace may take. It outweighs the others."""
+
+    @property
+    def limits_anything(self) -> bool:
+        return any(limit is not None for limit in (self.keep_steps, self.keep_s, self.max_bytes))
+
+
+class Keeper:
+    """Keeps the parts of a trace within a retention. `saw` from any one thread, the rest from one that compacts.
+
+    Args:
+        directory: of the trace; the caller holds the writer's lock.
+        retention: what to keep.
+        announce: given the windows, as JSON, before any part is rewritten to them.
+    """
+
+    def __init__(self, directory: Path, retention: Retention, announce: Callable[[dict[str, Any]], None]) -> None:
+        self._directory = directory
+        self._retention = retention
+        self._announce = announce
+        self._windows = Windows(np.empty(0, dtype=np.int64), 0)
+        self._lock = threading.Lock()
+        self._steps: set[int] = set()
+        """Probed steps from `until` on."""
+        self._newest = 0
+        self._seen: deque[tuple[float, int]] = deque()
+        """(seconds, newest step then), as far back as `keep_s` asks."""
+        self._made_under: dict[Path, Windows] = {}
+        self.excess_bytes = 0
+        """By which the trace is larger than it may be, with nothing left to add up."""
+
+    def saw(self, table: str, steps: Sequence[Any], now_s: float) -> None:
+        """Rows of these steps were written."""
+        if not steps or table not in THINNED:
+            return
+        known = {step for step in steps if isinstance(step, int)}
+        self._newest = max(self._newest, *known) if known else self._newest
+        if table != "overhead":  # a row for every step: they go with the probed one before
+            with self._lock:
+                self._steps.update(step for step in known if step >= self._windows.until)
+        if self._retention.keep_s is not None and (not self._seen or now_s - self._seen[-1][0] >= _TIME_EVERY_S):
+            self._seen.append((now_s, self._newest))
+            while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._retention.keep_s:
+                self._seen.popleft()
+
+    def enforce(self, now_s: float) -> None:
+        """Add up what is too old or too much. A file that cannot be rewritten stays as it is."""
+        kept_from = self._kept_from(now_s)
+        cells = self._cells()
+        old = [cell for cell in cells if cell < kept_from]
+        if self._retention.keep_steps is not None or self._retention.keep_s is not None:
+            merged = old
+            while len(merged) > MAX_WINDOWS:
+                merged = _halved(merged)
+            if len(merged) < len(old):
+                self._cut(merged, next((cell for cell in cells if cell >= kept_from), kept_from))
+        self._rewrite()
+        self._fit(kept_from)
+
+    def apply(self, windows: Windows) -> None:
+        """Go on where a writer was stopped."""
+        self._windows = windows
+        self._rewrite()
+
+    def _fit(self, kept_from: int) -> None:
+        limit = self._retention.max_bytes
+        if limit is None or self._part_bytes() <= _BEGIN * limit:
+            return
+        for protected in (lambda cell: cell >= kept_from, lambda _: False):  # the limit outweighs `keep`
+            while (size := self._part_bytes()) > _END * limit:
+                cells = self._cells()
+                old = [cell for cell in cells[:-MIN_FULL_STEPS] if not protected(cell)]
+                if len(old) < 2:
+                    break
+                to_go = self._part_bytes(THINNED) / len(cells)
+                merged = _halved(old)
+                while len(merged) > 1 and size - to_go * (len(old) - len(merged)) > _END * limit:
+                    merged = _halved(merged)
+                self._cut(merged, cells[len(old)])
+                self._rewrite()
+                if self._part_bytes() >= size:  # nothing to gain: few rows, much per file
+                    break
+        self.excess_bytes = max(self._part_bytes() - limit, 0)
+
+    def _cells(self) -> list[int]:
+        with self._lock:
+            return [*self._windows.starts.tolist(), *sorted(self._steps)]
+
+    def _kept_from(self, now_s: float) -> int:
+        """The first step that `keep` protects."""
+        limits: list[int] = []
+        if self._retention.keep_steps is not None:
+            limits.append(self._newest - self._retention.keep_steps + 1)
+        if self._retention.keep_s is not None:
+            old = [step for at, step in self._seen if at <= now_s - self._retention.keep_s]
+            limits.append(old[-1] + 1 if old else 0)
+        return min(limits, default=self._newest + 1)
+
+    def _cut(self, starts: list[int], until: int) -> None:
+        until = max(until, self._windows.until)
+        self._windows = Windows(np.array(starts, dtype=np.int64), until)
+        with self._lock:
+            self._steps = {step for step in self._steps if step >= until}
+        self._announce(self._windows.to_json())
+
+    def _rewrite(self) -> None:
+        if not self._windows.starts.size:
+            return
+        known: dict[Path, Windows] = {}
+        for table in THINNED:
+            for part in layout.covered_parts(self._directory, table):
+                part.path.unlink(missing_ok=True)
+            for run in self._runs(table):
+                with contextlib.suppress(*FAILURES):
+                    known[put_together(self._directory, table, run, self._windows)] = self._windows
+        self._made_under |= known
+        self._made_under = {path: made for path, made in self._made_under.items() if path.exists()}
+
+    def _runs(self, table: str) -> list[list[layout.Part]]:
+        """Neighbouring parts that the windows change, as many as one part may hold."""
+        runs: list[list[layout.Part]] = []
+        size = 0
+        for part in layout.part_files(self._directory, table):
+            if not self._is_changed(part):
+                continue
+            n_bytes = part.path.stat().st_size
+            last = runs[-1][-1] if runs else None
+            follows = last is not None and last.rank == part.rank and last.last + 1 == part.first
+            if follows and size + n_bytes <= self._max_part_bytes:
+                runs[-1].append(part)
+                size += n_bytes
+            else:
+                runs.append([part])
+                size = n_bytes
+        return runs
+
+    def _is_changed(self, part: layout.Part) -> bool:
+        try:
+            file = Source(part.path, part.rank, is_live=False, hold=False).parquet()
+            bounds = [group_steps(file, group) for group in range(file.num_row_groups)]
+        except FAILURES:
+            return False
+        first = min((each[0] for each in bounds if each is not None), default=self._windows.until)
+        last = max((each[1] for each in bounds if each is not None), default=self._windows.until)
+        made = self._made_under.get(part.path)
+        return first < self._windows.until and (made is None or not made.agrees(self._windows, first, last))
+
+    @property
+    def _max_part_bytes(self) -> int:
+        limit = self._retention.max_bytes
+        return MAX_PART_BYTES if limit is None else min(MAX_PART_BYTES, limit // 8)
+
+    def _part_bytes(self, tables: Sequence[str] | None = None) -> int:
+        total = 0
+        for folder, _, names in os.walk(self._directory):
+            table = Path(folder).parent.name
+            if table == layout.LIVE_DIRECTORY or (tables is not None and table not in tables):
+                continue
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.stat(os.path.join(folder, name)).st_size
+        return total
+
+
+def put_together(directory: Path, table: str, parts: Sequence[layout.Part], windows: Windows) -> Path:
+    """One part in the place of neighbouring ones, old steps added up; its path.
+
+    The new part takes its name, which says what it holds, before the others go: readers prefer it.
+
+    Raises:
+        one of `FAILURES`: nothing has changed.
+    """
+    final = layout.part_path(directory, table, parts[0].rank, parts[0].first, parts[-1].last)
+    held = [Source(part.path, part.rank, is_live=False, hold=True) for part in parts]
+    write_part(final, table, thinned(table, (rows for source in held for rows in source.rows(table)), windows))
+    for part in parts:
+        if part.path != final:
+            part.path.unlink(missing_ok=True)
+    return final
+
+
+def _halved(cells: list[int]) -> list[int]:
+    """Pairs of neighbours in the older half become one; at least one pair does."""
+    n_pairs = max(len(cells) // 4, 1)
+    return [*cells[: 2 * n_pairs : 2], *cells[2 * n_pairs :]]
