@@ -166,6 +166,39 @@ TABLES: dict[str, Columns] = {
         ("measure", "dict"),  # output_error, error, zeroed, rows (tokens of an expert; under x_fwd)
         *((f"q{percent}", "float64") for percent in SPREAD_QUANTILES),
     ),
+    # What quantizing a router's operands would do to its choice, and what its own arithmetic did: see
+    # mxprobe.agent.moe.routing. Sums over the sampled tokens; centred: the mean over experts taken off.
+    "routing": (
+        *_WHEN,
+        ("module", "dict"),
+        ("phase", "dict"),
+        ("format", "dict"),
+        ("rule", "dict"),
+        ("sampled_frac", "float64"),
+        ("n_tokens", "int64"),
+        ("top_k", "int64"),
+        ("by_logits", "bool"),  # the experts chosen are those of the k largest logits: flips can be told
+        ("sum_margin", "float64"),  # of the k-th largest logit over the next
+        ("sum_margin2", "float64"),
+        ("sum_logit2", "float64"),  # centred
+        ("sum_error2", "float64"),  # predicted error of the logits, centred
+        ("sum_ran_error2", "float64"),  # of the logits as the run computed them, centred
+        ("sum_chance", "float64"),  # expected flips, by margin and size of the predicted error alone
+        ("n_predicted", "int64"),  # tokens that quantized operands would send to other experts; null: not by logits
+        ("n_slots_predicted", "int64"),  # experts exchanged
+        ("n_observed", "int64"),  # tokens sent to others than the k largest of exact logits
+        ("n_slots_observed", "int64"),
+    ),
+    # The same tokens in generation and in training: see mxprobe.agent.moe.flips.
+    "routing_flips": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("module", "dict"),
+        ("top_k", "int64"),
+        ("n_tokens", "int64"),
+        ("n_flipped", "int64"),  # tokens that were sent to other experts
+        ("n_slots", "int64"),  # experts exchanged
+    ),
     # One row per module and phase: does the layer do what its inputs and weights say it should?
     "outputs": (
         *_WHEN,
@@ -327,7 +360,8 @@ TABLES: dict[str, Columns] = {
         ("source", "dict"),  # generation: measured in this process; else the function that was given the batch
         # all; entropy_q1 (lowest) to entropy_q4: quarters by the rollout's entropy; advantage_positive, _negative,
         # _zero; position_0, _16, _64, ... and length_...: bins of the token's place and the response's length by
-        # their first value; lag_0 to lag_4 (and more): updates the drawing policy is behind
+        # their first value; lag_0 to lag_4 (and more): updates the drawing policy is behind; routing_same,
+        # routing_flipped: whether every router chose the same experts where the token was predicted
         ("stratum", "dict"),
         ("temperature", "float64"),  # at which both sides are taken; NaN where it is the framework's
         ("dtype", "dict"),  # the coarsest that the log-probabilities of either side have passed through

@@ -78,8 +78,17 @@ def compute_dtype(generation: Generation, scored: Sequence[Scored]) -> str:
     return str(max(seen, key=lambda dtype: torch.finfo(dtype).eps)).replace("torch.", "")
 
 
-def pair_up(generation: Generation, scored: Sequence[Scored]) -> Pairs:
-    """Tokens seen on both sides, up to each sequence's end. Reads the device: the worker's business."""
+def counted_tokens(generation: Generation, found: torch.Tensor) -> torch.Tensor:
+    """bool [S, n] on the CPU: measured positions before each sequence's end, of the sequences found (bool [S])."""
+    at = measured_positions(len(generation.tokens), torch.device("cpu"))
+    return (at < generation.lengths().cpu()[:, None]) & found.cpu()[:, None]
+
+
+def pair_up(generation: Generation, scored: Sequence[Scored], flipped: torch.Tensor | None = None) -> Pairs:
+    """Tokens seen on both sides, up to each sequence's end. Reads the device: the worker's business.
+
+    `flipped` bool [S, n]: what is to be told of the measured positions beside.
+    """
     rollout = TokenStatistics(*(torch.stack(each, 1).cpu().double() for each in zip(*generation.statistics)))
     shape = rollout.log_prob.shape
     log_prob, entropy = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
@@ -94,7 +103,7 @@ def pair_up(generation: Generation, scored: Sequence[Scored]) -> Pairs:
         matched |= new
     at = measured_positions(len(generation.tokens), torch.device("cpu"))
     lengths = generation.lengths().cpu()[:, None]
-    counted = (at < lengths) & matched[:, None]
+    counted = counted_tokens(generation, matched)
     known = bool(advantage[matched].isfinite().any())
     return Pairs(
         rollout.log_prob[counted],
@@ -106,4 +115,5 @@ def pair_up(generation: Generation, scored: Sequence[Scored]) -> Pairs:
         advantage[:, None].expand(shape)[counted] if known else None,
         at.expand(shape)[counted],
         lengths.expand(shape)[counted],
+        flipped=None if flipped is None else flipped.cpu()[counted],
     )

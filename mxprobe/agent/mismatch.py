@@ -49,6 +49,8 @@ class Pairs(NamedTuple):
     """int64: tokens of the response that this one belongs to"""
     lag: torch.Tensor | None = None
     """int64: updates between the policy that drew the token and the trainer's; -1 where not known"""
+    flipped: torch.Tensor | None = None
+    """bool: a router sent the position that predicts the token to other experts in training than in generation"""
 
     def take(self, index: torch.Tensor) -> Pairs:
         """The tokens of an index or mask."""
@@ -89,6 +91,8 @@ def _strata(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor | None]]:
             masks += [(f"{name}_{begin}", (values >= begin) & (values < end)) for begin, end in zip(OCTAVES, ends)]
     if pairs.lag is not None:
         masks += [(f"lag_{k}", pairs.lag == k) for k in range(MAX_LAG)] + [(f"lag_{MAX_LAG}", pairs.lag >= MAX_LAG)]
+    if pairs.flipped is not None:
+        masks += [("routing_same", ~pairs.flipped), ("routing_flipped", pairs.flipped)]
     yield from ((name, mask) for name, mask in masks if bool(mask.any()))
 
 

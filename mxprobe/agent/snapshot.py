@@ -49,6 +49,8 @@ class Snapshot:
     with_weights: bool
     gradient: torch.Tensor | None = None
     """[R_s, O], of the loss (scaled, under a GradScaler) by y; [R_gs, O] with `g_index`."""
+    chosen: torch.Tensor | None = None
+    """int64 [R_s, k]: the experts that a router chose."""
     ready: Any = None
     """CUDA event after which the copies hold their values; None on the CPU."""
     n_tile_rows: int = 0

@@ -1,0 +1,54 @@
+"""A router under observation: its GEMM as any other, and with it the experts that it chose."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from mxprobe.agent.adapters.adapter import Reading
+from mxprobe.agent.guard import undisturbed
+from mxprobe.agent.hooks import ModuleProbe
+from mxprobe.agent.moe.adapters import chosen_of
+from mxprobe.agent.moe.capture import ExpertsProbe
+from mxprobe.agent.moe.structure import expert_parameters, is_router
+from mxprobe.agent.sampling import take
+from mxprobe.agent.snapshot import Snapshot
+from mxprobe.schema import Phase
+
+
+class RouterProbe(ModuleProbe):
+    """Puts the choice of the sampled tokens into the snapshot."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._output: Any = None
+        super().__init__(*args, **options)
+
+    def _on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._output = output
+        try:
+            super()._on_call(args, kwargs, output)
+        finally:
+            self._output = None
+
+    def _snapshot(self, reading: Reading, phase: Phase) -> Snapshot | None:
+        snapshot = super()._snapshot(reading, phase)
+        chosen = chosen_of(self._output, reading.x.shape[0])
+        if snapshot is not None and chosen is not None:
+            with undisturbed(chosen.device.type):
+                snapshot.chosen = take(chosen, snapshot.row_index)
+        return snapshot
+
+
+def probe_of(module: nn.Module, *, every_expert: bool) -> Callable[..., ModuleProbe]:
+    """What watches the module: called with the arguments of `ModuleProbe`."""
+    if expert_parameters(module):
+        return partial(ExpertsProbe, every_expert=every_expert)
+    return RouterProbe if is_router(module) else ModuleProbe
+
+
+def chosen_experts(chosen: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """int64 [T, k] -> bool [T, E]"""
+    return torch.zeros(len(chosen), n_experts, dtype=torch.bool, device=chosen.device).scatter_(1, chosen, True)
