@@ -19,7 +19,6 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, typ
 from mxprobe.agent.adapters.adapter import MISFIT, Adapter
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.hooks import ModuleProbe
-from mxprobe.agent.moe.structure import expert_parameters
 from mxprobe.agent.roots import named_modules
 
 PROBED, NOT_SELECTED, NOT_CALLED, NOT_LINEAR = "probed", "not_selected", "not_called", "not_linear"
@@ -47,11 +46,6 @@ class Entry:
     @property
     def is_linear(self) -> bool:
         return self.has_adapter
-
-    @property
-    def is_experts(self) -> bool:
-        """One of the parameters of a module that holds several experts in each."""
-        return self.part in expert_parameters(self.module)
 
 
 def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
