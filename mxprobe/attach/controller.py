@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from mxprobe.attach.agent_link import AgentLink
@@ -36,7 +36,7 @@ from mxprobe.attach.server import (
     WriteFailed,
 )
 from mxprobe.attach.vital_signs import VitalSigns
-from mxprobe.errors import AttachError, MxprobeError
+from mxprobe.errors import AttachError, MxprobeError, TraceError
 from mxprobe.protocol import AgentConfig, Frame
 
 _TICK_S = 0.25
@@ -115,13 +115,14 @@ class Controller:
             self._leave()
             return self._finish()
         finally:
-            self._await_clearing()
-            self._recorder.end(self._ending or "failed")
-            self._answer_the_end()
-            self._agent.close()
-            if server is not None:
-                server.close()
-            run_directory.close()
+            with ExitStack() as last_first:  # a disk that refuses the end of the trace keeps nothing else from its end
+                last_first.callback(run_directory.close)
+                if server is not None:
+                    last_first.callback(server.close)
+                last_first.callback(self._agent.close)
+                last_first.callback(self._answer_the_end)
+                last_first.callback(self._end_trace)
+                self._await_clearing()
 
     def interrupt(self) -> None:
         """Leave at the next step; a second time: at once."""
@@ -135,7 +136,10 @@ class Controller:
 
     def _get_in(self, run_directory: RunDirectory, token: str) -> None:
         pid, patience_s = self._process.pid, self._config.step_timeout_s
-        write_archive(run_directory.archive)
+        try:
+            write_archive(run_directory.archive)
+        except OSError as error:
+            raise refuse("no_room", pid, f"{run_directory.path}: {error.strerror or error}") from None
         started = time.monotonic()
         entry = self._entry = enter(self._process, run_directory, token, via=self._via)
 
@@ -220,13 +224,23 @@ class Controller:
     def _finish(self) -> Outcome:
         self._await_clearing()
         detached = {key: value for key, value in (self._agent.detached or {}).items() if key != "verb"}
-        self._recorder.update_run(agent={**self._agent.status, **detached})
         reason = self._ending or "detached"
-        self._recorder.end(reason)
+        try:
+            self._recorder.update_run(agent={**self._agent.status, **detached})
+            self._recorder.end(reason)
+        except TraceError as error:
+            self._error = self._error or error  # the first says what happened
         if self._error is not None:
             raise self._error
         steps = detached.get("steps")
         return Outcome(reason, self._directory, self._recorder.n_rows, steps)
+
+    def _end_trace(self) -> None:
+        try:
+            self._recorder.end(self._ending or "failed")
+        except TraceError:
+            if self._error is None:
+                raise
 
     # Events
 
@@ -297,8 +311,10 @@ class Controller:
         if self._ending is None:
             self._ending, self._ending_detail = reason, detail
 
-    def _refusal_before_recording(self) -> AttachError:
+    def _refusal_before_recording(self) -> MxprobeError:
         reason, pid = self._ending or "", self._process.pid
+        if self._error is not None:
+            return self._error
         if reason == "target_exited":
             return refuse("exited", pid, "while it was being attached")
         if reason == "detached":

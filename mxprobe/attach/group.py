@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,8 @@ class Group:
             )
         if member.error is not None:
             reason = getattr(member.error, "reason", "failed")
-            trace.refuse(member.process.pid, reason=reason, what=member.error.what)
+            with suppress(MxprobeError):  # of a trace that takes no more, which is the error itself or soon will be
+                trace.refuse(member.process.pid, reason=reason, what=member.error.what)
             meant = member.process.pid not in self._options.perhaps or reason not in _NOT_MEANT
             if member.shown_name and meant:
                 self._board.of(member.shown_name).say(str(member.error))

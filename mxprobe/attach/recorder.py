@@ -95,11 +95,13 @@ class RunTrace:
 
     def refuse(self, pid: int, *, reason: str, what: str) -> None:
         """A process that could not be attached; told in `run.json` if others were."""
-        with self._lock:
-            self._partitions.pop(pid, None)
-            self._refused[pid] = {"reason": reason, "what": what}
-            self._update()
-        self.done(pid)
+        try:
+            with self._lock:
+                self._partitions.pop(pid, None)
+                self._refused[pid] = {"reason": reason, "what": what}
+                self._update()
+        finally:
+            self.done(pid)
 
     def gone(self, rank: int, step: int, words: str) -> None:
         """A process ended without a word: at the end of a run all do so, within seconds."""
@@ -204,9 +206,11 @@ class TraceRecorder:
     def end(self, reason: str) -> None:
         """Say why it ended, if it had begun; once."""
         if self._opened and "ended" not in self._facts:
-            self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
-            self._trace.tell_gone()
-            if reason in ("agent_lost", "target_exited"):
-                words = f"rank {self.rank}, process {self._pid}, ended while others went on ({reason})"
-                self._trace.gone(self.rank, -1 if self.last_step is None else self.last_step, words)
-            self._trace.done(self._pid)
+            try:
+                self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
+                self._trace.tell_gone()
+                if reason in ("agent_lost", "target_exited"):
+                    words = f"rank {self.rank}, process {self._pid}, ended while others went on ({reason})"
+                    self._trace.gone(self.rank, -1 if self.last_step is None else self.last_step, words)
+            finally:  # the others of the run wait for it, whatever the disk says
+                self._trace.done(self._pid)

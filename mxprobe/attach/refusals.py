@@ -168,6 +168,11 @@ REFUSALS: dict[str, Words] = {
         "a damaged installation, or a Python whose standard library is incomplete",
         "reinstall mxprobe; if that does not help, report it with the output of `mxprobe doctor`",
     ),
+    "no_room": Words(
+        "The agent for process {pid} could not be written to {detail}.",
+        "the disk or the quota of the private directory is full, or it may not be written to",
+        "free some space there, or name another place with XDG_RUNTIME_DIR or TMPDIR, for the job and for mxprobe",
+    ),
     "interrupted": Words(
         "Stopped before process {pid} was attached.",
         "an interrupt, or `mxprobe detach`, came first",

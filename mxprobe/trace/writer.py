@@ -111,6 +111,8 @@ class TraceWriter:
             if descriptor is None:
                 descriptor = self._files[table, rank] = self._open(table, rank)
             self._write(descriptor, batch.serialize(), table)
+            if os.fstat(descriptor).st_nlink == 0:  # a write into a file that was removed succeeds, and is lost
+                raise self._vanished()
             size = self._live_bytes[table, rank] = os.lseek(descriptor, 0, os.SEEK_CUR)
             if self._keeper is not None:
                 self._keeper.saw(table, columns.get("step", ()), time.monotonic())
@@ -181,6 +183,13 @@ class TraceWriter:
     ) -> None:
         self.close()
 
+    def _vanished(self) -> TraceError:
+        return TraceError(
+            f"{self.directory} is no longer there",
+            cause="it was removed or replaced while it was written to",
+            remedy="attach again, with another directory; what was recorded went with it",
+        )
+
     def _refused(self, what: str, error: OSError) -> TraceError:
         return TraceError(
             f"{self.directory}: {what}: {error.strerror or error}",
@@ -216,8 +225,13 @@ class TraceWriter:
 
     def _open(self, table: str, rank: int) -> int:
         path = layout.live_path(self.directory, table, rank, self._numbers.get((table, rank), 0))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        if not (self.directory / layout.RUN_FILE).exists():
+            raise self._vanished()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._refused(f"cannot begin table {table}", error) from None
         self._write(descriptor, live_schema(table).serialize(), table)
         return descriptor
 
@@ -229,8 +243,9 @@ class TraceWriter:
                 left = left[os.write(descriptor, left) :]
         except OSError as error:
             # A torn batch in the middle would hide every batch after it from readers.
-            os.ftruncate(descriptor, start)
-            os.lseek(descriptor, start, os.SEEK_SET)
+            with contextlib.suppress(OSError):  # a disk that takes nothing at all: readers stop at the torn one
+                os.ftruncate(descriptor, start)
+                os.lseek(descriptor, start, os.SEEK_SET)
             raise TraceError(
                 f"cannot write to table {table} of {self.directory}: {error.strerror or error}",
                 cause="the disk or the quota is full",
