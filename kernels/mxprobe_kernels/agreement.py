@@ -75,5 +75,12 @@ def _hard_tensors(g: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
         "amax above a boundary",
         torch.where(torch.arange(96) == 0, torch.nextafter(boundary, torch.tensor(torch.inf)), boundary),
     )
+    # Energies that only the small ones have: the large lie on both grids, in blocks of their own or among the small.
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])[torch.randint(0, 8, (64, 96), generator=g)]
+    grid[:, ::32] = 6
+    far = torch.where(torch.arange(64)[:, None] % 3 == 0, grid * 2.0**61, normal(64, 96) * 2.0**-60)
+    yield "giants on the grid bf16", far.bfloat16()
+    yield "giants on the grid fp32", torch.where(torch.arange(96) < 32, grid * 1e37, normal(64, 96) * 1e-37)
+    yield "dust among the grid fp32", torch.where(grid == 0, normal(64, 96) * 1e-30, grid)
     bits = torch.arange(0x3F80, 0x3F80 + 8192).remainder(0x7F00).to(torch.int16)
     yield "every bf16 mantissa", bits.view(torch.bfloat16).reshape(64, 128)

@@ -1,6 +1,7 @@
 """Cutting a tensor into blocks along one axis, and putting it back together. Shipped.
 
 R = rows (all other axes flattened), K = length of the block axis, B = block size, N = ceil(K / B) blocks a row.
+Square formats have blocks of b x b: then R stands for ceil(R / b) rows of blocks, and B for their b * b elements.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from mxprobe_kernels.formats import Format
+
 
 class BlockShape(NamedTuple):
     """How to undo `to_blocks`."""
@@ -19,6 +22,7 @@ class BlockShape(NamedTuple):
     moved: tuple[int, ...]
     """Shape of the tensor with the block axis last."""
     dim: int
+    block_rows: int = 1
 
 
 def rows_of(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -36,32 +40,40 @@ def rows_of(x: torch.Tensor, dim: int) -> torch.Tensor:
     return moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
 
 
-def to_blocks(x: torch.Tensor, dim: int, block: int) -> tuple[torch.Tensor, BlockShape]:
+def to_blocks(x: torch.Tensor, dim: int, block: int, block_rows: int = 1) -> tuple[torch.Tensor, BlockShape]:
     """[..., K at dim, ...] -> float32 [R, N, B], the last block of a row padded with zeros."""
     rows = rows_of(x, dim)
     moved = x.movedim(dim, -1)
-    return pad_rows(rows, block), BlockShape(tuple(moved.shape), dim)
+    return pad_rows(rows, block, block_rows), BlockShape(tuple(moved.shape), dim, block_rows)
 
 
-def pad_rows(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """[R, K] -> float32 [R, N, B]. A block never crosses a row."""
+def pad_rows(rows: torch.Tensor, block: int, block_rows: int = 1) -> torch.Tensor:
+    """[R, K] -> float32 [R, N, B]. A block never crosses a row, or `block_rows` of them."""
     length = rows.shape[1]
-    padding = -length % block
+    padding, below = -length % block, -rows.shape[0] % block_rows
     rows = rows.float()
-    if padding:
-        rows = F.pad(rows, (0, padding))
-    return rows.reshape(rows.shape[0], (length + padding) // block, block)
+    if padding or below:
+        rows = F.pad(rows, (0, padding, 0, below))
+    shape = (rows.shape[0] // block_rows, rows.shape[1] // block)
+    if block_rows == 1:
+        return rows.reshape(*shape, block)
+    return rows.reshape(shape[0], block_rows, shape[1], block).transpose(1, 2).reshape(*shape, block_rows * block)
 
 
 def from_blocks(blocks: torch.Tensor, shape: BlockShape) -> torch.Tensor:
     """[R, N, B] -> the shape that `to_blocks` was given."""
-    length = shape.moved[-1]
-    flat = blocks.reshape(blocks.shape[0], blocks.shape[1] * blocks.shape[2])[:, :length]
+    length, high = shape.moved[-1], shape.block_rows
+    n_rows, n_blocks, size = blocks.shape
+    if high > 1:
+        blocks = blocks.reshape(n_rows, n_blocks, high, size // high).transpose(1, 2)
+    flat = blocks.reshape(n_rows * high, n_blocks * size // high)[: prod(shape.moved[:-1]), :length]
     return flat.reshape(shape.moved).movedim(-1, shape.dim)
 
 
 def per_block(values: torch.Tensor, shape: BlockShape) -> torch.Tensor:
-    """[R, N] -> [..., N at dim, ...]."""
+    """[R, N] -> [..., N at dim, ...]; each row of a square block has its own copy."""
+    if shape.block_rows > 1:
+        values = values.repeat_interleave(shape.block_rows, 0)[: prod(shape.moved[:-1])]
     return values.reshape(*shape.moved[:-1], values.shape[1]).movedim(-1, shape.dim)
 
 
@@ -73,13 +85,23 @@ def block_lengths(n_blocks: int, length: int, block: int, device: torch.device) 
     return lengths
 
 
-def tiles(rows: torch.Tensor, block: int, max_elements: int) -> Iterator[torch.Tensor]:
+def block_sizes(shape: tuple[int, int] | torch.Size, format: Format, device: torch.device) -> torch.Tensor:
+    """Elements of each block of a matrix [R, K] of rows, int64 [R or 1, N]."""
+    n_rows, length = shape
+    lengths = block_lengths(-(-length // format.block), length, format.block, device)
+    if format.block_rows == 1:
+        return lengths[None]
+    heights = block_lengths(-(-n_rows // format.block_rows), n_rows, format.block_rows, device)
+    return heights[:, None] * lengths
+
+
+def tiles(rows: torch.Tensor, block: int, max_elements: int, block_rows: int = 1) -> Iterator[torch.Tensor]:
     """Pieces [r, k] of [R, K], cut between blocks only, of at most about `max_elements` elements."""
     n_rows, length = rows.shape
     width = length
-    if length > max_elements:
-        width = max(max_elements // block, 1) * block
-    height = max(max_elements // max(width, 1), 1)
+    if length * block_rows > max_elements:
+        width = max(max_elements // (block * block_rows), 1) * block
+    height = max(max_elements // max(width * block_rows, 1), 1) * block_rows
     for top in range(0, n_rows, height):
         for left in range(0, length, max(width, 1)):
             yield rows[top : top + height, left : left + width]

@@ -6,6 +6,7 @@ Q is MXFP4 under the given scale rule; blocks of 32 along `dim`.
     mbs:B                Q(f x) / f          f = 1 + m8 / 256, m8 the top 8 mantissa bits of fp32(6 / amax_B)
     of:alpha             Q(x) + alpha Q(x - Q(x))
     had:N                H^T Q(H x)          H a randomised, normalised Hadamard rotation of N elements
+    sr                   Q with floor(. + U) for rounding to nearest: see `stochastic`; the first draw
     channels:k           Q(x), and Q(x) + Q(x - Q(x)) on the k % of channels with most ||x - Q(x)||^2
     nvfp4                16-blocks, E4M3 block scales, one fp32 scale for the tensor
     nvfp4_4over6         the same, each block's amax mapped to 6 or to 4, by squared error
@@ -21,6 +22,7 @@ from functools import cache
 
 import torch
 
+from mxprobe_kernels import stochastic
 from mxprobe_kernels.blocks import from_blocks, pad_rows, rows_of, to_blocks
 from mxprobe_kernels.formats import MXFP4, Correction, CorrectionKind, Format, Rule, get_rule
 from mxprobe_kernels.quantizer import quantized
@@ -52,6 +54,8 @@ def apply_correction(
         return _outlier_fallback(x, float(parameter or 0.0), base, dim)
     if kind is CorrectionKind.CHANNEL_RESIDUAL:
         return _channel_residual(x, _percent(parsed), base, dim)
+    if kind is CorrectionKind.STOCHASTIC:
+        return stochastic.quantize(x, base, dim)
     if kind is CorrectionKind.HADAMARD:
         return _hadamard(x, _power_of_two(parsed), base, dim)
     format = parsed.format
@@ -59,8 +63,17 @@ def apply_correction(
     return _quantize(x, format, base if parsed.keeps_format else Rule.RCEIL, dim)
 
 
+def parameter_of(correction: Correction) -> float:
+    """The number in `mbs:128` or `had:32`, checked; in `of:0.5`; 0 of others. ValueError as for `apply_correction`."""
+    if correction.kind is CorrectionKind.MACRO_BLOCK_SCALING:
+        return _positive_integer(correction, multiple_of=MXFP4.block)
+    if correction.kind is CorrectionKind.HADAMARD:
+        return _power_of_two(correction)
+    return float(correction.parameter or 0.0) if correction.kind is CorrectionKind.OUTLIER_FALLBACK else 0.0
+
+
 def _quantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> torch.Tensor:
-    blocks, shape = to_blocks(x, dim, format.block)
+    blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
     q, _ = quantized(blocks, format, rule)
     return from_blocks(q, shape)
 
@@ -117,7 +130,7 @@ def channels_of(percent: float, width: int) -> int:
 def _hadamard(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
     groups, shape = to_blocks(x, dim, size)
     n_rows, width = groups.shape[0], groups.shape[1] * size
-    signs = _signs(size, x.device)
+    signs = rotation_signs(size, x.device)
     blocks = pad_rows(walsh_hadamard(groups * signs).reshape(n_rows, width), MXFP4.block)
     q, _ = quantized(blocks, MXFP4, rule)
     back = q.reshape(n_rows, blocks.shape[1] * MXFP4.block)[:, :width].reshape(groups.shape)
@@ -141,7 +154,7 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _signs(size: int, device: torch.device) -> torch.Tensor:
+def rotation_signs(size: int, device: torch.device) -> torch.Tensor:
     """float32 [size] of +1 and -1 from a private linear congruential generator: the global RNG is not ours."""
     state, signs = _SIGN_SEED, []
     for _ in range(size):

@@ -8,6 +8,9 @@ registers the operator with torch, which cannot be undone; the agent in a user's
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from mxprobe_kernels.decomposition import AMAX_INDEX, N_VALUES
@@ -21,16 +24,25 @@ def new_slots(n: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 @torch.library.custom_op("mxprobe::accumulate", mutates_args=("slots",))
 def accumulate(
-    x: torch.Tensor, slots: torch.Tensor, index: int, format: str = "mxfp4", rule: str = "rceil", dim: int = -1
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    index: int,
+    format: str = "mxfp4",
+    rule: str = "rceil",
+    dim: int = -1,
+    backend: str = "auto",
+    enabled: torch.Tensor | None = None,
 ) -> None:
     """Add the statistics of x to row `index` of slots, float64 [n, N_VALUES] on the device of x.
 
-    Pass `x.detach()`: there is nothing to differentiate. Never synchronises, allocates no slot. ValueError as for
+    Pass `x.detach()`: there is nothing to differentiate. Never synchronises, allocates no slot, and may be captured
+    into a CUDA graph once the same call has run outside of one (`warm_up`); what it allocates then is the graph's own.
+    `enabled`: int32 [1] on the device; a replay while it holds 0 adds nothing and does not read x. ValueError as for
     `decompose`, and where slots do not fit.
     """
     if slots.shape[1:] != (N_VALUES,) or slots.dtype != torch.float64 or slots.device != x.device:
         raise ValueError(f"slots must be float64 [n, {N_VALUES}] on {x.device}; make them with new_slots()")
-    values = decompose(x, format=format, rule=rule, dim=dim).values
+    values = decompose(x, format=format, rule=rule, dim=dim, backend=backend, enabled=enabled).values
     slot = slots[index]
     amax = torch.maximum(slot[AMAX_INDEX], values[AMAX_INDEX])
     slot.add_(values)
@@ -39,6 +51,38 @@ def accumulate(
 
 @accumulate.register_fake
 def _(
-    x: torch.Tensor, slots: torch.Tensor, index: int, format: str = "mxfp4", rule: str = "rceil", dim: int = -1
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    index: int,
+    format: str = "mxfp4",
+    rule: str = "rceil",
+    dim: int = -1,
+    backend: str = "auto",
+    enabled: torch.Tensor | None = None,
 ) -> None:
     return None
+
+
+def warm_up(
+    device: torch.device | str,
+    *,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    formats: Sequence[str] = ("mxfp4",),
+    rules: Sequence[str] = ("rceil",),
+    dims: Sequence[int] = (-1, 0),
+    backend: str = "auto",
+) -> int:
+    """Run every combination once on zeros, so that a capture or a first step meets no compiler; how many there were.
+
+    Kernels depend on dtype, format, rule and direction, and on which sizes are multiples of 16 or of a tile: pass the
+    shapes that will be captured. With a flag that is down and without one, as both are kernels of their own.
+    """
+    count = 0
+    for shape, dtype, format, rule, dim in itertools.product(shapes, dtypes, formats, rules, dims):
+        x = torch.zeros(shape, dtype=dtype, device=device)
+        slots = new_slots(1, x.device)
+        accumulate(x, slots, 0, format, rule, dim, backend)
+        accumulate(x, slots, 0, format, rule, dim, backend, torch.zeros(1, dtype=torch.int32, device=x.device))
+        count += 1
+    return count

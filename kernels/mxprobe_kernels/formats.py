@@ -65,6 +65,9 @@ class Format:
     four_over_six: bool = False
     """True where each block takes the scale that maps its amax to 6 or the one that maps it to 4, whichever
     leaves less squared error (to 6 where both leave the same)."""
+    block_rows: int = 1
+    """Neighbouring rows whose blocks share the scale: `block` where blocks are squares. The rows of a tensor are its
+    other axes flattened."""
 
     @property
     def tensor_top(self) -> float:
@@ -121,6 +124,8 @@ MXFP8 = Format("mxfp8", minifloat_grid(3, -6, 448.0), 32, ScaleType.E8M0, mantis
 NVFP4 = Format("nvfp4", E2M1_GRID, block=16, scale=ScaleType.E4M3, tensor_scale=True)
 FP8_BLOCK = Format("fp8_block", MXFP8.grid, 128, ScaleType.FP32, mantissa_bits=3, min_exponent=-6)
 """E4M3 with one fp32 scale for 1 x 128 elements (DeepSeek-style activations)."""
+FP8_SQUARE = Format("fp8_square", MXFP8.grid, 128, ScaleType.FP32, mantissa_bits=3, min_exponent=-6, block_rows=128)
+"""E4M3 with one fp32 scale for 128 x 128 elements (DeepSeek-style weights)."""
 INT4_GROUP = Format("int4_group", tuple(map(float, range(8))), 128, ScaleType.FP32, mantissa_bits=2, min_exponent=2)
 """Symmetric integers -7 to 7 with one fp32 scale for 128 elements. All steps are 1: a binade of one mini-float."""
 
@@ -139,7 +144,7 @@ sign and 0 to 1.75 in steps of .25; 4.5 bits an element. `grid` is what an eleme
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        *(MXFP4, MXFP8, NVFP4, FP8_BLOCK, INT4_GROUP),
+        *(MXFP4, MXFP8, NVFP4, FP8_BLOCK, FP8_SQUARE, INT4_GROUP),
         *(MXFP6_E3M2, MXFP6_E2M3, NVFP4_4OVER6, MXFP4_4OVER6, HIF4),
     )
 }
@@ -173,6 +178,8 @@ class CorrectionKind(str, Enum):
     """Random Hadamard rotation of that size before quantizing: `had:32`."""
     CHANNEL_RESIDUAL = "channels"
     """A second pass on the residual of the channels with most error, so many percent of them: `channels:5`."""
+    STOCHASTIC = "sr"
+    """Stochastic rounding, of a private seed."""
     NVFP4 = "nvfp4"
     NVFP4_4OVER6 = "nvfp4_4over6"
     MXFP4_4OVER6 = "mxfp4_4over6"
@@ -234,7 +241,7 @@ class Correction:
     @property
     def keeps_format(self) -> bool:
         """True where the result is still MXFP4 elements with power-of-two block scales."""
-        return self.kind in _PARAMETRIC or self.kind is CorrectionKind.MXFP4_4OVER6
+        return self.kind in _PARAMETRIC or self.kind in (CorrectionKind.MXFP4_4OVER6, CorrectionKind.STOCHASTIC)
 
     @property
     def format(self) -> Format | None:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from mxprobe_kernels.frontend import has_triton
+
 CHUNK_ELEMENTS = 1 << 22
 """Logits that are held in float32 at one time (16 MiB)."""
 
@@ -28,7 +30,14 @@ class TokenStatistics(NamedTuple):
 def token_statistics(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0, *, chunk_elements: int = CHUNK_ELEMENTS
 ) -> TokenStatistics:
-    """logits [n, V] of any floating dtype, tokens int64 [n] -> log p(token) and H(p), whatever the chunk."""
+    """logits [n, V] of any floating dtype, tokens int64 [n] -> log p(token) and H(p), whatever the chunk.
+
+    In one pass by Triton on a GPU, where it is installed, but for float64.
+    """
+    if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
+        from mxprobe_kernels import triton_policy
+
+        return triton_policy.token_statistics(logits, tokens, temperature)
     rows = max(chunk_elements // max(logits.shape[1], 1), 1)
     log_prob = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     entropy = torch.empty_like(log_prob)

@@ -26,7 +26,7 @@ def quantized(
 @torch.no_grad()
 def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `torch_backend.quantize_dequantize`."""
-    blocks, shape = to_blocks(x, dim, format.block)
+    blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
     wide = x.dtype if x.dtype == torch.float32 else torch.float64
     q, exponent = quantized(blocks, format, rule, wide)
     return from_blocks(q.to(x.dtype), shape), per_block(exponent.squeeze(-1), shape)

@@ -55,6 +55,12 @@ def round_minifloat(z: torch.Tensor, mantissa_bits: int, min_exponent: int, qmax
     return (z / step).round_().mul_(step).clamp_(max=qmax)
 
 
+def tensor_unit(tensor_amax: torch.Tensor, format: Format) -> torch.Tensor:
+    """max|x| of a tensor -> its scale, float32 rounded once and held in float64 []; 1 for a tensor of zeros."""
+    unit = (tensor_amax.float() / (format.tensor_top * format.qmax)).double()
+    return torch.where(unit > 0, unit, 1.0)
+
+
 _BF16 = (7, -126, 3.3895313892515355e38)  # explicit mantissa bits, smallest normal exponent, largest value
 _HIF4_SEVENTH = 146 / 1024  # bf16(1 / 7)
 HIF4_SCALE_MIN, HIF4_SCALE_MAX = 2.0**-48, 1.5 * 2.0**15

@@ -13,12 +13,14 @@ Never synchronises, never touches the global RNG, records nothing for autograd.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from mxprobe_kernels.blocks import (
-    block_lengths,
+    block_sizes,
     from_blocks,
     pad_rows,
     per_block,
@@ -40,6 +42,7 @@ from mxprobe_kernels.rounding import (
     round_minifloat,
     round_to_grid,
     scale_exponent,
+    tensor_unit,
 )
 
 CPU_TILE_ELEMENTS = 1 << 14
@@ -119,8 +122,16 @@ def decompose(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Decompos
     tensor_amax = finite_amax(rows) if format.tensor_scale else None
     limit = CPU_TILE_ELEMENTS if x.device.type == "cpu" else DEVICE_TILE_ELEMENTS
     parts = [
-        _sums(_fields(pad_rows(tile, format.block), tile.shape[1], format, rule, tensor_amax))
-        for tile in tiles(rows, format.block, limit)
+        _sums(
+            fields_of(
+                pad_rows(tile, format.block, format.block_rows),
+                block_sizes(tile.shape, format, x.device),
+                format,
+                rule,
+                tensor_amax,
+            )
+        )
+        for tile in tiles(rows, format.block, limit, format.block_rows)
     ]
     values = combine(torch.stack(parts)) if parts else empty(x.device)
     return Decomposition(values, format.name, rule.value)
@@ -129,9 +140,10 @@ def decompose(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Decompos
 @torch.no_grad()
 def error_fields(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> ErrorFields:
     """The decomposition of x element by element, tensors shaped like x; about 60 bytes of memory an element."""
-    blocks, shape = to_blocks(x, dim, format.block)
+    blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
     tensor_amax = finite_amax(blocks) if format.tensor_scale else None
-    fields = _fields(blocks, shape.moved[-1], format, rule, tensor_amax)
+    sizes = block_sizes((prod(shape.moved[:-1]), shape.moved[-1]), format, x.device)
+    fields = fields_of(blocks, sizes, format, rule, tensor_amax)
     return fields._replace(**{name: from_blocks(getattr(fields, name), shape) for name in _ELEMENTWISE})
 
 
@@ -142,7 +154,7 @@ def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -
     A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A
     q past the range of x's dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536).
     """
-    blocks, shape = to_blocks(x, dim, format.block)
+    blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
     q, scales = quantized_blocks(blocks, format, rule)
     return from_blocks(q.to(x.dtype), shape), per_block(scales.exponent.squeeze(-1), shape)
 
@@ -197,8 +209,7 @@ def _scales_of(
         ideal = (amax / format.qmax).float().double()
         scale = torch.where(ideal > 0, ideal, 1.0)
         return Scales(amax, scale, exponent, (ideal == 0) & (bits != 0), excluded)
-    unit = (tensor_amax.float() / (format.tensor_top * format.qmax)).double()
-    unit = torch.where(unit > 0, unit, 1.0)
+    unit = tensor_unit(tensor_amax, format)
     step = round_minifloat(amax / (target if format.four_over_six else format.qmax) / unit, 3, -6, _E4M3_MAX)
     flushed = (step == 0) & (bits != 0)
     return Scales(amax, step.clamp(min=_E4M3_SMALLEST) * unit, exponent, flushed, excluded)
@@ -225,10 +236,10 @@ def _squared_error(magnitude: torch.Tensor, scale: torch.Tensor, format: Format)
     return total
 
 
-def _fields(
-    blocks: torch.Tensor, length: int, format: Format, rule: Rule, tensor_amax: torch.Tensor | None
+def fields_of(
+    blocks: torch.Tensor, sizes: torch.Tensor, format: Format, rule: Rule, tensor_amax: torch.Tensor | None
 ) -> ErrorFields:
-    """float32 [R, N, B] of rows of `length` elements -> fields of the same shape."""
+    """float32 [R, N, B], elements of each block int64 [R or 1, N or 1] -> fields, shaped like the blocks."""
     scales = _scales(blocks, format, rule, tensor_amax)
     x = blocks.double().masked_fill_(scales.excluded, 0.0)
     magnitude = x.abs()
@@ -242,10 +253,9 @@ def _fields(
         code = e2m1_code(c).to(torch.uint8) + torch.signbit(x).to(torch.uint8) * (CODE_BINS // 2)
     else:
         code = torch.zeros_like(c, dtype=torch.uint8)
-    lengths = block_lengths(blocks.shape[1], length, format.block, blocks.device)[None, :, None]
     counts = torch.stack(
         (
-            (lengths * ~scales.excluded).sum(),
+            (sizes[:, :, None] * ~scales.excluded).sum(),
             (~torch.isfinite(blocks)).sum(),
             torch.full((), scales.excluded.numel(), dtype=torch.int64, device=blocks.device),
             scales.excluded.sum(),
@@ -266,44 +276,39 @@ def _fields(
     )
 
 
-def _sums(f: ErrorFields) -> torch.Tensor:
-    """Fields (of any element shape) -> float64[N_VALUES]."""
+def energies(f: ErrorFields) -> Iterator[torch.Tensor]:
+    """The terms of `columns.ENERGY_SUMS`, element by element, one tensor at a time."""
     e, e_scale, e_star = f.q - f.x, f.q - f.q_star, f.q_star - f.x
     e_dz = e_star * f.on_d
     e_grid = e_star - e_dz
     e2, scale2 = e * e, e_scale * e_scale
-    sums = torch.stack(
-        (
-            (f.x * f.x).sum(),
-            e2.sum(),
-            scale2.sum(),
-            (e_dz * e_dz).sum(),
-            (e_grid * e_grid).sum(),
-            (e_scale * e_grid).sum(),
-            (e_scale * e_dz).sum(),
-            (f.x * f.q).sum(),
-            (f.x * f.q_star).sum(),
-            e.sum(),
-            (scale2 * f.saturated).sum(),
-            (e2 * f.on_d).sum(),
-            (e2 * f.zeroed).sum(),
-            (e2 * f.saturated).sum(),
-        )
-    )
+    yield f.x * f.x
+    yield e2
+    yield scale2
+    yield e_dz * e_dz
+    yield e_grid * e_grid
+    yield e_scale * e_grid
+    yield e_scale * e_dz
+    yield f.x * f.q
+    yield f.x * f.q_star
+    yield e
+    yield scale2 * f.saturated
+    yield e2 * f.on_d
+    yield e2 * f.zeroed
+    yield e2 * f.saturated
+
+
+def flags(f: ErrorFields) -> tuple[torch.Tensor, ...]:
+    """bool, element by element: in the deadzone, zeroed, zeroed by the scale, saturated."""
+    return f.on_d, f.zeroed, f.zeroed & ~f.on_d, f.saturated
+
+
+def _sums(f: ErrorFields) -> torch.Tensor:
+    """Fields (of any element shape) -> float64[N_VALUES]."""
+    sums = torch.stack([energy.sum() for energy in energies(f)])
     n, n_nonfinite, n_blocks, n_excluded = f.counts.unbind()
-    counts = torch.stack(
-        (
-            n,
-            f.on_d.sum(),
-            f.zeroed.sum(),
-            (f.zeroed & ~f.on_d).sum(),
-            f.saturated.sum(),
-            f.scales.clamped.sum(),
-            n_nonfinite,
-            n_blocks,
-            n_excluded,
-        )
-    )
+    of_elements = [flag.sum() for flag in flags(f)]
+    counts = torch.stack((n, *of_elements, f.scales.clamped.sum(), n_nonfinite, n_blocks, n_excluded))
     if f.format.grid == E2M1_GRID:
         codes = count_codes(f.code)
         codes[0] -= f.code.numel() - n  # padding and excluded blocks were set to +0
@@ -322,12 +327,19 @@ def count_codes(code: torch.Tensor) -> torch.Tensor:
 
 
 def delta_histogram(amax: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Blocks by delta = log2(s / s*) in 32 bins over [0, 1), int64[32]; zero and excluded blocks are left out.
-
-    The edges 2^(k/32) are irrational but the first, so that comparing against them is unambiguous.
-    """
-    ratio = scale * format.qmax / torch.where(amax > 0, amax, 1.0)
-    edges = torch.exp2(torch.arange(1, DELTA_BINS, dtype=torch.float64, device=amax.device) / DELTA_BINS)
-    above = ((ratio.reshape(-1, 1) >= edges) & (amax.reshape(-1, 1) > 0)).sum(0)
+    """Blocks by delta = log2(s / s*) in 32 bins over [0, 1), int64[32]; zero and excluded blocks are left out."""
+    above = (_above_edges(amax.reshape(-1), scale.reshape(-1), format) & (amax.reshape(-1, 1) > 0)).sum(0)
     at_least = torch.cat(((amax > 0).sum().reshape(1), above, above.new_zeros(1)))
     return at_least[:-1] - at_least[1:]
+
+
+def delta_bins(amax: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """The bin of each block in that histogram, int64, shaped like amax; of no meaning where amax is 0."""
+    return _above_edges(amax, scale, format).sum(-1)
+
+
+def _above_edges(amax: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """bool [..., 31]: whether s / s* reaches 2^(k/32). Irrational but the first, so that comparing is unambiguous."""
+    ratio = scale * format.qmax / torch.where(amax > 0, amax, 1.0)
+    edges = torch.exp2(torch.arange(1, DELTA_BINS, dtype=torch.float64, device=amax.device) / DELTA_BINS)
+    return ratio.unsqueeze(-1) >= edges

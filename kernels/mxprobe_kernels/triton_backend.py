@@ -1,8 +1,14 @@
 # pyright: basic, reportCallIssue=false
 """Launching the Triton kernels, and finishing their sums. Nothing here synchronises or copies to the host.
 
-The kernel leaves per-program partial sums in float64 and the amax of every block; what belongs to a block (scale
-exponent, clamps, delta histogram, number of elements counted) is 1/32 of the data and is finished in torch.
+The fast kernels leave per-program partial sums in float64, the amax of every block, and a flag. Where the flag is up
+(NaN, infinity, or sums that fp32 may have lost) a second launch does the tensor again in float64; else its programs
+end at once. What belongs to a block (scale exponent, clamps, delta histogram, number of elements counted) is 1/32 of
+the data and is finished in torch.
+
+All of it may be captured into a CUDA graph: nothing is tuned, no shape is read from the device, and `enabled`, an int32
+on the device, switches a captured launch off and on. Run once before the capture, with tensors of the same dtypes and
+shapes (`warm_up` in `custom_op`): compiling is not captured.
 """
 
 from __future__ import annotations
@@ -13,18 +19,13 @@ import torch
 import triton
 
 from mxprobe_kernels.blocks import block_lengths, rows_of
-from mxprobe_kernels.decomposition import Decomposition, empty, pack
+from mxprobe_kernels.decomposition import Decomposition, empty
 from mxprobe_kernels.formats import MXFP4, Format, Rule
 from mxprobe_kernels.rounding import FP32_INF_BITS, power_of_two, scale_exponent
 from mxprobe_kernels.torch_backend import delta_histogram
-from mxprobe_kernels.triton_kernels import (
-    CODE_SLOT,
-    LITE_SLOTS,
-    MAX_TILES_PER_PROGRAM,
-    N_SLOTS,
-    full_statistics,
-    lite_statistics,
-)
+from mxprobe_kernels.triton_exact_backend import decompose_format, exact_parts, integers
+from mxprobe_kernels.triton_kernels import CODE_SLOT, MAX_TILES_PER_PROGRAM, N_SLOTS, full_statistics
+from mxprobe_kernels.triton_lite import LITE_SLOTS, lite_statistics
 
 PROGRAMS_PER_PROCESSOR = 24
 """Warps in flight that hide the latency of loads at about 80 registers a lane."""
@@ -33,64 +34,73 @@ INTERPRETED = 0
 """In place of the lanes of a warp: Triton's interpreter has none, and fewer, larger tiles are quicker there."""
 
 
-def supports(format: Format) -> bool:
-    return format == MXFP4
-
-
 @torch.no_grad()
-def decompose(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Decomposition:
-    """As `torch_backend.decompose`; sums within 1e-6 of float64, codes, counts and histograms exact."""
-    if not supports(format):
-        raise ValueError(f"the Triton kernels know mxfp4, not {format.name}; use backend='torch'")
+def decompose(
+    x: torch.Tensor, format: Format, rule: Rule, dim: int, *, enabled: torch.Tensor | None = None
+) -> Decomposition:
+    """As `torch_backend.decompose`; sums within 1e-6 of float64, codes, counts and histograms exact.
+
+    `enabled`: int32 [1] on the device of x; where it holds 0 x is not read, and everything is 0.
+    """
     rows = rows_of(x, dim)
     if not rows.numel():
         return Decomposition(empty(x.device), format.name, rule.value)
     if rows.dtype == torch.float64:
         rows = rows.float()
+    if format == MXFP4:
+        matrix, columns = unit_stride(rows)
+        values = _launch(matrix, rule, columns, enabled)
+    else:
+        values = decompose_format(rows, format, rule, enabled)
+    if enabled is not None:
+        values = torch.where(enabled != 0, values, 0.0)
+    return Decomposition(values, format.name, rule.value)
+
+
+def unit_stride(rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """rows [R, K], blocks along K -> a matrix of unit stride along its second axis, and whether blocks run down it."""
     columns = rows.stride(0) == 1 and rows.stride(1) != 1
     matrix = rows.t() if columns else rows
-    if matrix.stride(1) != 1:
-        matrix = matrix.contiguous()
-    return Decomposition(_launch(matrix, rule, columns), format.name, rule.value)
+    return (matrix if matrix.stride(1) == 1 else matrix.contiguous()), columns
 
 
 @torch.no_grad()
-def lite(x: torch.Tensor, rule: Rule) -> Lite:
+def lite(x: torch.Tensor, rule: Rule, *, enabled: torch.Tensor | None = None) -> Lite:
     """Always-on statistics of x [..., K], blocks of 32 along the last axis, which must have unit stride.
 
     A quarter to a third of the instructions of `decompose`. ValueError for a tensor whose last axis is strided: a
-    copy would cost more than the statistics.
+    copy would cost more than the statistics. `enabled` as there.
     """
     rows = rows_of(x, -1)
     if rows.dtype == torch.float64 or (rows.numel() and rows.stride(1) != 1):
         raise ValueError("lite statistics take float32, bfloat16 or float16 with a unit-stride last axis")
     device = x.device
     if not rows.numel():
-        return Lite(torch.zeros(LITE_SLOTS, dtype=torch.float64, device=device), torch.zeros((), device=device))
-    tile = lite_tile_shape(rows.element_size(), _lanes(device))
+        return Lite(torch.zeros(5, dtype=torch.float64, device=device), torch.zeros((), device=device))
+    tile = lite_tile_shape(rows.element_size(), lanes_of(device))
     n_tiles, tiles_across, n_programs, mask = _grid(rows, tile, device)
     amax = torch.empty(n_programs, dtype=torch.int32, device=device)
-    part = torch.empty((n_programs, LITE_SLOTS), dtype=torch.float64, device=device)
+    part, flag = zeroed_parts(n_programs, LITE_SLOTS, device)
     lite_statistics[(n_programs,)](
-        rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows,
+        integers(rows),
         amax,
         part,
+        flag,
+        enabled,
         rows.shape[0],
         rows.shape[1],
         rows.stride(0),
         n_tiles,
         tiles_across,
-        n_programs,
-        BIAS=MXFP4.amax_bias(rule),
-        COVERS=rule.covers_amax,
-        MASK=mask,
-        BF16=rows.dtype == torch.bfloat16,
-        N_SLOTS=LITE_SLOTS,
-        **tile,
+        **lite_options(rule, rows.dtype, lanes_of(device), mask),
         num_warps=1,
         enable_fp_fusion=True,
     )
-    return Lite(part.sum(0), amax.amax().view(torch.float32))
+    fast = part.sum(0)
+    exact = exact_parts(rows, MXFP4, rule, flag).sum(0)
+    # sum_x2, sum_e2, n_zeroed, n_saturated; n_nonfinite is only ever counted there
+    both = torch.where(flag != 0, exact[[0, 1, 15, 17]], fast)
+    return Lite(torch.cat((both, exact[19:20])), amax.amax().view(torch.float32))
 
 
 class Lite(NamedTuple):
@@ -102,7 +112,13 @@ class Lite(NamedTuple):
     """float32 [], over the blocks without NaN or infinity."""
 
 
-def _lanes(device: torch.device) -> int:
+def zeroed_parts(n: int, slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros: float64 [n, slots], and the flag, int32 [1], of one allocation."""
+    buffer = torch.zeros(n * slots + 1, dtype=torch.float64, device=device)
+    return buffer[:-1].view(n, slots), buffer[-1:].view(torch.int32)[:1]
+
+
+def lanes_of(device: torch.device) -> int:
     return INTERPRETED if device.type == "cpu" else 64 if torch.version.hip else 32
 
 
@@ -111,7 +127,7 @@ def _grid(matrix: torch.Tensor, tile: dict[str, int], device: torch.device) -> t
     rows, columns = tile["RR"] * tile["RL"], tile["CC"] * tile["V"]
     tiles_across = triton.cdiv(matrix.shape[1], columns)
     n_tiles = triton.cdiv(matrix.shape[0], rows) * tiles_across
-    n_programs = min(n_tiles, max(_programs_in_flight(device), triton.cdiv(n_tiles, MAX_TILES_PER_PROGRAM)))
+    n_programs = min(n_tiles, max(programs_in_flight(device), triton.cdiv(n_tiles, MAX_TILES_PER_PROGRAM)))
     return n_tiles, tiles_across, n_programs, bool(matrix.shape[0] % rows or matrix.shape[1] % columns)
 
 
@@ -124,8 +140,8 @@ def tile_shape(element_bytes: int, columns: bool, lanes: int, covers: bool) -> d
     if lanes == INTERPRETED:
         return {"RR": 8, "RL": 4, "CC": 8, "V": vector}
     # AMD keeps one bit a lane of every comparison in scalar registers, and has few; rules that can saturate
-    # carry four more sums; columns of fp32 carry the rest of c* a.
-    elements = 8 if lanes == 64 or (columns and (not covers or element_bytes == 4)) else 16
+    # carry four more sums.
+    elements = 8 if lanes == 64 or (columns and not covers) else 16
     rows_in_registers = max(elements // vector, 1)
     row_lanes = 32 // rows_in_registers if columns else lanes // 8
     return {"RR": rows_in_registers, "RL": row_lanes, "CC": lanes // row_lanes, "V": vector}
@@ -146,59 +162,111 @@ def kernel_options(rule: Rule, dtype: torch.dtype, columns: bool, lanes: int, ma
         "MASK": mask,
         "BF16": dtype == torch.bfloat16,
         "EXACT": dtype == torch.float32,
-        "HIST": True,
+        "LANES_OF_WARP": lanes,
         "N_SLOTS": N_SLOTS,
         **tile_shape(dtype.itemsize, columns, lanes, rule.covers_amax),
     }
 
 
-def _launch(matrix: torch.Tensor, rule: Rule, columns: bool) -> torch.Tensor:
-    """matrix [R, K], unit stride along K; blocks along K, or along R when `columns`."""
+def lite_options(rule: Rule, dtype: torch.dtype, lanes: int, mask: bool) -> dict[str, object]:
+    """The constexpr arguments of `lite_statistics`."""
+    return {
+        "BIAS": MXFP4.amax_bias(rule),
+        "COVERS": rule.covers_amax,
+        "MASK": mask,
+        "BF16": dtype == torch.bfloat16,
+        "N_SLOTS": LITE_SLOTS,
+        **lite_tile_shape(dtype.itemsize, lanes),
+    }
+
+
+def _launch(matrix: torch.Tensor, rule: Rule, columns: bool, enabled: torch.Tensor | None) -> torch.Tensor:
+    """matrix [R, K], unit stride along K; blocks along K, or along R when `columns` -> float64 [N_VALUES]."""
     n_rows, n_columns = matrix.shape
     device = matrix.device
-    lanes = _lanes(device)
-    tile = tile_shape(matrix.element_size(), columns, lanes, rule.covers_amax)
-    n_tiles, tiles_across, n_programs, mask = _grid(matrix, tile, device)
+    tile = tile_shape(matrix.element_size(), columns, lanes_of(device), rule.covers_amax)
+    _, tiles_across, n_programs, mask = _grid(matrix, tile, device)
     n_blocks = triton.cdiv(n_rows if columns else n_columns, 32)
-    shape = (n_blocks, n_columns) if columns else (n_rows, n_blocks)
-    amax = torch.empty(shape, dtype=matrix.dtype, device=device)
-    part = torch.zeros((n_programs, N_SLOTS), dtype=torch.float64, device=device)
-    full_statistics[(n_programs,)](
-        matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix,
+    amax = new_amax((n_blocks, n_columns) if columns else (n_rows, n_blocks), matrix, zeros=enabled is not None)
+    part, flag = zeroed_parts(n_programs, N_SLOTS, device)
+    launch_full((n_programs, 1), matrix, amax, part, flag, enabled, None, n_blocks, tiles_across, rule, columns, mask)
+    exact = exact_parts(matrix.t() if columns else matrix, MXFP4, rule, flag).sum(0)
+    lengths = block_lengths(n_blocks, n_rows if columns else n_columns, 32, device)
+    per_block = lengths[:, None] if columns else lengths
+    scales = block_statistics(amax, per_block.expand_as(amax).reshape(1, -1), rule)
+    return finish(part.sum(0)[None], exact[None], flag, scales, rule)[0]
+
+
+def new_amax(shape: tuple[int, int], matrix: torch.Tensor, zeros: bool) -> torch.Tensor:
+    make = torch.zeros if zeros else torch.empty
+    return make(shape, dtype=matrix.dtype, device=matrix.device)
+
+
+def launch_full(
+    grid: tuple[int, int],
+    matrix: torch.Tensor,
+    amax: torch.Tensor,
+    part: torch.Tensor,
+    flag: torch.Tensor,
+    enabled: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    n_blocks: int,
+    tiles_across: int,
+    rule: Rule,
+    columns: bool,
+    mask: bool,
+) -> None:
+    full_statistics[grid](
+        integers(matrix),
         amax.view(torch.int32 if matrix.dtype == torch.float32 else torch.int16),
         part,
-        n_rows,
-        n_columns,
+        flag,
+        enabled,
+        offsets,
+        matrix.shape[0],
+        matrix.shape[1],
         matrix.stride(0),
         n_blocks,
-        n_tiles,
         tiles_across,
-        n_programs,
-        **kernel_options(rule, matrix.dtype, columns, lanes, mask),
+        **kernel_options(rule, matrix.dtype, columns, lanes_of(matrix.device), mask),
         num_warps=1,
         enable_fp_fusion=True,
     )
-    lengths = block_lengths(n_blocks, n_rows if columns else n_columns, 32, device)
-    return _finish(part.sum(0), amax, lengths[:, None] if columns else lengths, rule)
 
 
-def _programs_in_flight(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 2
-    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+class BlockStatistics(NamedTuple):
+    """What belongs to blocks, float64 [G] and [G, DELTA_BINS], by group."""
+
+    n: torch.Tensor
+    clamped: torch.Tensor
+    n_blocks: torch.Tensor
+    excluded: torch.Tensor
+    amax: torch.Tensor
+    delta: torch.Tensor
 
 
-def _finish(s: torch.Tensor, amax: torch.Tensor, lengths: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Slots of `triton_kernels` and the amax of all blocks, NaN or infinite in excluded ones -> float64[N_VALUES]."""
-    bits = amax.float().view(torch.int32)
+def block_statistics(amax: torch.Tensor, lengths: torch.Tensor, rule: Rule) -> BlockStatistics:
+    """amax of all blocks, NaN or infinite in excluded ones, and lengths [1, blocks], as of one group."""
+    bits = amax.reshape(-1).float().view(torch.int32)
     excluded = bits >= FP32_INF_BITS
     bits = bits.masked_fill(excluded, 0)
     exponent, clamped = scale_exponent(bits, MXFP4, rule)
     real = bits.view(torch.float32).double()
-    n = (lengths * ~excluded).sum()
-    x2, xe, xr, e2, b2, g2, d2, bg, z2, e = s[:10].unbind()
-    bd, b2_saturated, e2_on_d, e2_saturated = s[10:14].unbind()
-    n_deadzone, n_zeroed, n_saturated, n_by_scale, n_nonfinite = s[14:CODE_SLOT].unbind()
+    n_blocks = torch.full((1,), float(bits.numel()), dtype=torch.float64, device=amax.device)
+    n = (lengths * ~excluded).sum(1).double()
+    delta = delta_histogram(real, power_of_two(exponent), MXFP4)[None]
+    return BlockStatistics(n, clamped.sum()[None], n_blocks, excluded.sum()[None], real.amax()[None], delta)
+
+
+def finish(
+    fast: torch.Tensor, exact: torch.Tensor, flag: torch.Tensor, blocks: BlockStatistics, rule: Rule
+) -> torch.Tensor:
+    """Slots of `triton_kernels` [G, N_SLOTS] and of `triton_exact` [G, EXACT_SLOTS] -> float64 [G, N_VALUES]."""
+    x2, xe, xr, e2, b2, g2, d2, bg, z2, e = fast[:, :10].unbind(1)
+    bd, b2_saturated, e2_on_d, e2_saturated = fast[:, 10:14].unbind(1)
+    n_deadzone, nulls, n_saturated, n_by_scale = fast[:, 14:CODE_SLOT].unbind(1)
+    codes = fast[:, CODE_SLOT:].clone()
+    n_zeroed = codes[:, 0] + codes[:, 8] - nulls
     if rule.covers_amax:
         # s >= s*: Q = 0 wherever Q* = 0, so that on D both errors are -x, and nothing saturates.
         e2_on_d, n_by_scale = d2 / 36, n_zeroed - n_deadzone
@@ -218,12 +286,20 @@ def _finish(s: torch.Tensor, amax: torch.Tensor, lengths: torch.Tensor, rule: Ru
             e2_on_d,
             z2,
             e2_saturated,
-        )
+        ),
+        1,
     )
-    n_blocks = torch.full((), bits.numel(), dtype=torch.float64, device=s.device)
-    counts = torch.stack(
-        (n, n_deadzone, n_zeroed, n_by_scale, n_saturated, clamped.sum(), n_nonfinite, n_blocks, excluded.sum())
+    sums = torch.where(flag != 0, exact[:, :14], sums)
+    counts = (
+        *(blocks.n, n_deadzone, n_zeroed, n_by_scale, n_saturated, blocks.clamped),
+        *(exact[:, 19], blocks.n_blocks, blocks.excluded),  # n_nonfinite: 0 where the flag is down
     )
-    codes = s[CODE_SLOT:].clone()
-    codes[0] += n - codes.sum()  # padding of tiles and excluded blocks read as +0
-    return pack(sums, counts, real.amax(), delta_histogram(real, power_of_two(exponent), MXFP4), codes)
+    codes[:, 0] += blocks.n - codes.sum(1)  # padding of tiles and excluded blocks read as +0
+    counted = torch.stack([count.double() for count in counts], 1)
+    return torch.cat((sums, counted, blocks.amax[:, None], blocks.delta.double(), codes), 1)
+
+
+def programs_in_flight(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 2
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

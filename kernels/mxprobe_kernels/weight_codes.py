@@ -38,8 +38,9 @@ def code_hash(
     parts are added (they wrap). ValueError where a shard cuts a block, or w is no matrix.
     """
     record, chosen = get_format(format), get_rule(rule)
-    if first_column % record.block:
-        raise ValueError(f"first_column {first_column} cuts a block of {record.block}: the shard has other scales")
+    if first_column % record.block or first_row % record.block_rows:
+        place = f"first_column {first_column}" if first_column % record.block else f"first_row {first_row}"
+        raise ValueError(f"{place} cuts a block of {record.block}: the shard has other scales")
     column = torch.arange(first_column, first_column + _matrix(w).shape[1], device=w.device) * _COLUMN
     total = torch.zeros((), dtype=torch.int64, device=w.device)
     for begin, part in _chunks(w, record):
@@ -108,7 +109,8 @@ def row_sketch(x: torch.Tensor, n: int, *, seed: int = 0) -> torch.Tensor:
 
 def _chunks(x: torch.Tensor, format: Format) -> Iterator[tuple[int, torch.Tensor]]:
     """First row and rows of the pieces; a tensor scale is that of the whole tensor, which is then one piece."""
-    rows = max(CHUNK_ELEMENTS // max(x.shape[1], 1), 1) if not format.tensor_scale else max(len(x), 1)
+    high = format.block_rows
+    rows = max(CHUNK_ELEMENTS // max(x.shape[1] * high, 1), 1) * high if not format.tensor_scale else max(len(x), 1)
     for begin in range(0, len(x), rows):
         yield begin, x[begin : begin + rows].detach()
 

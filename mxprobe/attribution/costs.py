@@ -1,14 +1,15 @@
 """What a correction costs. Estimates from operation counts, not measurements on the user's device.
 
-`cost_gemm` is extra time in passes of the GEMM whose operand is corrected, on hardware whose FP4 runs at twice
-the rate of FP8 and four times that of BF16: a second pass on the residual is one more GEMM, MXFP8 in place of
-MXFP4 is one more, BF16 three more. Scaling and rotating touch each element once, which is small beside a GEMM
-and not zero. `bits_per_element` counts elements and scales.
+`cost_gemm` is extra time in FP4 passes of the GEMM whose operand is corrected, by the rates of a device (`devices`): a
+second pass on the residual is one more, MXFP8 in place of MXFP4 one more on a B200 and two more on a B300. Scaling and
+rotating touch each element once, which is small beside a GEMM and not zero. `bits_per_element`: elements and scales.
 """
 
 from dataclasses import dataclass
 
 from mxprobe_kernels.formats import Correction, CorrectionKind
+
+from .devices import DEFAULT_DEVICE, DEVICES, extra_passes
 
 MXFP4_BITS = 4.25
 
@@ -20,8 +21,9 @@ class Cost:
     note: str
 
 
-def cost_of(correction: str) -> Cost:
-    """Cost of a correction by its spelling, e.g. `of:0.5`. ValueError when it is none."""
+def cost_of(correction: str, device: str = DEFAULT_DEVICE) -> Cost:
+    """Cost of a correction by its spelling, e.g. `of:0.5`, on a device of `DEVICES`. ValueError when it is none."""
+    on = DEVICES[device]
     parsed = Correction.parse(correction)
     kind, parameter = parsed.kind, parsed.parameter
     if kind is CorrectionKind.RULE:
@@ -37,19 +39,22 @@ def cost_of(correction: str) -> Cost:
         return Cost(
             share, MXFP4_BITS * (1.0 + share), "a second GEMM on these channels, gathered; no engine has it yet"
         )
+    if kind is CorrectionKind.STOCHASTIC:
+        return Cost(0.02, MXFP4_BITS, "a random number for each element")
+    nvfp4 = "its own FP4 units" if on.has_nvfp4 else f"emulation: {on.words} has no NVFP4"
     if kind is CorrectionKind.NVFP4:
-        return Cost(0.0, 4.5, "another format: needs NVFP4 hardware or emulation")
+        return Cost(0.0, 4.5, f"another format: {nvfp4}")
     if kind is CorrectionKind.NVFP4_4OVER6:
-        return Cost(0.02, 4.5, "NVFP4 hardware; every block is quantized twice and the better one kept")
+        return Cost(0.02, 4.5, f"NVFP4 ({nvfp4}); every block is quantized twice and the better one kept")
     if kind is CorrectionKind.MXFP4_4OVER6:
         return Cost(0.02, MXFP4_BITS, "every block is quantized twice and the better one kept")
     if kind is CorrectionKind.HIF4:
         return Cost(0.0, 4.5, "another format: needs HiF4 hardware (Ascend) or emulation")
     if kind in (CorrectionKind.MXFP6_E2M3, CorrectionKind.MXFP6_E3M2):
-        return Cost(1.0, 6.25, "the rate of MXFP8; on MI355 that of MXFP4")
+        return Cost(extra_passes(on.fp6), 6.25, f"{on.fp6:.2g} of the FP4 rate on {on.words}")
     if kind is CorrectionKind.MXFP8:
-        return Cost(1.0, 8.25, "half of the FP4 rate")
-    return Cost(3.0, 16.0, "a quarter of the FP4 rate")
+        return Cost(extra_passes(on.fp8), 8.25, f"{on.fp8:.2g} of the FP4 rate on {on.words}")
+    return Cost(extra_passes(on.bf16), 16.0, f"{on.bf16:.2g} of the FP4 rate on {on.words}")
 
 
 def tier_of(correction: str) -> int:

@@ -38,6 +38,7 @@ def correction_words(correction: str) -> str:
         CorrectionKind.OUTLIER_FALLBACK: f"outlier fallback (alpha {parameter})",
         CorrectionKind.HADAMARD: f"random Hadamard rotation ({parameter})",
         CorrectionKind.CHANNEL_RESIDUAL: f"a second pass on {share:g} % of the channels",
+        CorrectionKind.STOCHASTIC: "stochastic rounding",
         CorrectionKind.NVFP4: "NVFP4",
         CorrectionKind.NVFP4_4OVER6: "NVFP4 with Four-over-Six",
         CorrectionKind.MXFP4_4OVER6: "the better of two scales for each block",

@@ -34,6 +34,8 @@ def _oracle(x: np.ndarray, format: Format) -> np.ndarray:
         return quantize(x, format)
     blocks = x.reshape(64, -1, format.block).astype(np.float64)
     amax = np.abs(blocks).max(-1, keepdims=True)
+    if format.block_rows > 1:  # all rows of the draw are within one row of squares
+        amax = amax.max(0, keepdims=True)
     if format.scale is ScaleType.E8M0:
         scale = np.exp2(np.ceil(np.log2(amax) - np.log2(format.qmax)))
     elif format.name == "nvfp4":
@@ -113,3 +115,24 @@ def test_a_flushed_nvfp4_scale_is_counted():
     d = decompose(x, format="nvfp4")
     assert d.n_clamped == 1
     assert d.n_zeroed == 16
+
+
+def test_squares_that_are_cut_short():
+    """Four squares of 128 x 128, of which three are ragged; a NaN excludes one of them; padding is not counted."""
+    x = torch.randn(150, 200, generator=torch.Generator().manual_seed(2))
+    x[140, 3] = torch.nan
+    q, exponent = quantize_dequantize(x, format="fp8_square")
+    assert exponent.shape == (150, 2)
+    for rows in (slice(0, 128), slice(128, 150)):
+        for columns in (slice(0, 128), slice(128, 200)):
+            part = x[rows, columns]
+            if part.isnan().any():
+                assert q[rows, columns].isnan().all()
+                continue
+            scale = (part.abs().max().double() / 448).float().double()
+            cast = (part.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
+            assert torch.equal(q[rows, columns], cast.float())
+    d = decompose(x, format="fp8_square", backend="torch")
+    assert (d.n, d.n_blocks, d.n_blocks_excluded, d.n_nonfinite) == (150 * 200 - 22 * 128, 4, 1, 1)
+    turned = decompose(x.t(), format="fp8_square", dim=0, backend="torch")
+    assert turned.sum_e2 == pytest.approx(d.sum_e2, rel=1e-12)

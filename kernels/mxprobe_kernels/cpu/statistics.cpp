@@ -192,14 +192,33 @@ INLINE void spread_codes(vi bytes, vi* codes) {
   for (int i = 0; i < 4; i++) codes[2 * i] += (bytes >> (8 * i)) & 0xFF;
 }
 
+// Whether there are elements whose squares vanish in fp32 beside the segment's scale, and hardly any larger ones that
+// count to the same energy: its zeroed elements, or its D.
 template <bool COVERS, bool LITE>
-INLINE void flush(const Sums& s, int exponent, Totals& t) {
+INLINE bool has_lost(const Sums& s) {
+  constexpr double tiny = 0x1p-90;  // what is lost is at most 2^-126 an element
+  const double zeroed2 = lane_sum(LITE ? s.e2 : s.z2), on_d2 = LITE ? 1 : lane_sum(COVERS ? s.d2 : min(s.d2, s.e2_on_d));
+  if (zeroed2 >= tiny && on_d2 >= tiny) return false;
+  const double zeros = lane_sum(s.zeros), at_zero = lane_sum(LITE ? s.on_d : s.even & 0xFF);
+  return (zeroed2 < tiny && at_zero > zeros) || (on_d2 < tiny && lane_sum(s.on_d) > zeros);
+}
+
+// False where the energies have to be added by add_exactly; counts are added in any case.
+template <bool COVERS, bool LITE>
+INLINE bool flush(const Sums& s, int exponent, Totals& t) {
   const double f1 = std::ldexp(1.0, exponent), f2 = f1 * f1;
+  t.on_d += s.on_d, t.zeros += s.zeros;
+  if constexpr (!COVERS) t.saturated += s.saturated, t.by_scale += s.by_scale;
+  if constexpr (!LITE) {
+    spread_codes(s.even, t.codes);
+    spread_codes(s.odd, t.codes + 1);
+    spread_codes(s.minus_even, t.codes + 8);
+    spread_codes(s.minus_odd, t.codes + 9);
+  }
+  if (has_lost<COVERS, LITE>(s)) return false;
   add_scaled(t.x2, s.x2, f2);
   add_scaled(t.e2, s.e2, f2);
-  t.on_d += s.on_d, t.zeros += s.zeros;
-  if constexpr (!COVERS) t.saturated += s.saturated;
-  if constexpr (LITE) return;
+  if constexpr (LITE) return true;
   add_scaled(t.xe, s.xe, f2);
   add_scaled(t.xr, s.xr, f2 / 6);
   add_scaled(t.b2, s.b2, f2 / 36);
@@ -213,12 +232,31 @@ INLINE void flush(const Sums& s, int exponent, Totals& t) {
     add_scaled(t.b2_saturated, s.b2_saturated, f2 / 36);
     add_scaled(t.e2_on_d, s.e2_on_d, f2);
     add_scaled(t.e2_saturated, s.e2_saturated, f2);
-    t.by_scale += s.by_scale;
   }
-  spread_codes(s.even, t.codes);
-  spread_codes(s.odd, t.codes + 1);
-  spread_codes(s.minus_even, t.codes + 8);
-  spread_codes(s.minus_odd, t.codes + 9);
+  return true;
+}
+
+// To the nearest of E2M1, ties to even.
+inline double round_exactly(double z) {
+  const double step = std::ldexp(0.5, std::max(std::ilogb(std::max(z, 1.0)), 0));
+  return std::min(std::nearbyint(z / step) * step, 6.0);
+}
+
+// The energies of the lanes in `keep`, in double and one after the other.
+void add_exactly(vi bits, vi keep, vi amax, vi exponent, Totals& t) {
+  const vf values = as_float(bits), tops = as_float(amax);
+  for (int j = 0; j < LANES; j++) {
+    if (!keep[j] || values[j] == 0) continue;
+    const double x = std::abs(values[j]), top = tops[j], s = std::ldexp(1.0, exponent[j]);
+    const double c = round_exactly(x / s), c_star = round_exactly(6 * x / top), q_star = c_star * top / 6;
+    const double e = c * s - x, r = q_star - x, b = c * s - q_star;
+    t.x2[0] += x * x, t.xe[0] += x * e, t.xr[0] += x * r, t.e2[0] += e * e, t.b2[0] += b * b;
+    t.e[0] += bits[j] < 0 ? -e : e;
+    if (c == 0) t.z2[0] += x * x;
+    if (c_star == 0) t.d2[0] += r * r, t.bd[0] += b * r, t.e2_on_d[0] += e * e;
+    else t.g2[0] += r * r, t.bg[0] += b * r;
+    if (x > 6 * s) t.b2_saturated[0] += b * b, t.e2_saturated[0] += e * e;
+  }
 }
 
 template <bool COVERS, bool LITE>
@@ -344,7 +382,13 @@ void row_segment(const char* p, int n_blocks, int length, int32_t bias, Totals& 
       }
     }
     if (!LITE) widen(s);
-    flush<COVERS, LITE>(s, top, t);
+    if (!flush<COVERS, LITE>(s, top, t))
+      for (int i = 0; i < n_blocks; i++) {
+        const int g = i / LANES, j = i % LANES, own = exponent[g][j];
+        if (own > top || own < top - kSpread || own == kNone) continue;
+        for (int k = 0; k < kVectors; k++)
+          add_exactly(load<D>(p + int64_t(i) * stride + k * vector), splat(-1), splat(amax[g][j]), splat(own), t);
+      }
     top = next;
   }
 }
@@ -389,7 +433,11 @@ void column_strip(const char* p, int64_t stride, int length, int columns, int32_
       // columns that wait, or count for nothing, were added as +0
       t.n_padded -= int64_t(lane_sum(skip)) * length;
     }
-    flush<COVERS, LITE>(s, top, t);
+    if (!flush<COVERS, LITE>(s, top, t))
+      for (int k = 0; k < kStrip; k++) {
+        const vi keep = exponent[k] <= top & exponent[k] >= top - kSpread & exponent[k] != kNone;
+        for (int i = 0; i < length; i++) add_exactly(load<D>(p + i * stride + k * vector), keep, amax[k], exponent[k], t);
+      }
     top = next;
   }
 }
