@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from mxprobe.attribution import Recommendation
+from mxprobe.attribution.experts import Mixture
 from mxprobe.schema import TABLES
 from mxprobe.trace import Trace
 from mxprobe.trace.chunks import count_rows, step_ranges
@@ -45,6 +46,8 @@ class Inputs:
     events: pd.DataFrame = field(default_factory=lambda: _no_frame("events"))
     modules: pd.DataFrame = field(default_factory=lambda: _no_frame("modules"))
     overhead: pd.DataFrame = field(default_factory=lambda: _no_frame("overhead"))
+    mixture: Mixture | None = None
+    """Of experts and routers."""
 
     @classmethod
     def from_trace(cls, trace: Trace, recommendation: Recommendation) -> "Inputs":
@@ -65,6 +68,7 @@ class Inputs:
             events=trace.events(),
             modules=trace.modules(),
             overhead=trace.overhead(),
+            mixture=Mixture.of(trace),
         )
 
 

@@ -1,0 +1,110 @@
+"""From a planted expert to its name on the page: rows of a real tiny MoE, a trace, its summary, the section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mxprobe.agent.recorder import to_columns
+from mxprobe.attribution.experts import Mixture, Standout
+from mxprobe.protocol import AgentConfig
+from mxprobe.trace import TraceWriter, open_trace
+from mxprobe_reports import experts as page
+from tests.moe_models import tiny, tokens
+from tests.unit.test_moe_experts import Watched, rows_of
+
+GATE = "model.layers.0.mlp.gate"
+LAYER = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    """Two steps of a layer whose expert 3 has outliers in its weights, a router, flips and log-probabilities."""
+    directory = tmp_path_factory.mktemp("moe") / "run.mxprobe"
+    model = tiny(experts=8)
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[3, :, ::32] *= 40.0
+    with TraceWriter(directory, {}) as writer:
+        for step in (1, 2):
+            watched = Watched(experts, every=True, name=LAYER)
+            ids = tokens(4, 40, seed=step)
+            model(ids, labels=ids).loss.backward()
+            for snapshot in watched.end().values():
+                snapshot.step = step
+                for table, rows in rows_of(snapshot, AgentConfig(whatifs=(), experts=2)).items():
+                    writer.append(table, to_columns(table, rows))
+            when = {"step": step, "time_ns": step, "module": GATE}
+            writer.append("routing", to_columns("routing", [{**when, **ROUTING}]))
+            writer.append("routing_flips", to_columns("routing_flips", [{**when, **FLIPS}]))
+            drawn = {"step": step, "time_ns": step, "source": "generation", "temperature": 1.0, "dtype": "float32"}
+            rollouts = [{**drawn, **ROLLOUT, **part} for part in PARTS]
+            writer.append("rollouts", to_columns("rollouts", rollouts))
+    return Mixture.of(open_trace(directory))
+
+
+ROUTING: dict[str, Any] = {
+    **{"micro_step": 0, "phase": "train", "format": "mxfp4", "rule": "rceil", "sampled_frac": 1.0},
+    **{"n_tokens": 100, "top_k": 2, "by_logits": True, "sum_margin": 30.0, "sum_margin2": 12.0, "sum_logit2": 400.0},
+    **{"sum_error2": 4.0, "sum_ran_error2": 0.0, "sum_chance": 14.0},
+    **{"n_predicted": 17, "n_slots_predicted": 18, "n_observed": 0, "n_slots_observed": 0},
+}
+FLIPS = {"top_k": 2, "n_tokens": 40, "n_flipped": 10, "n_slots": 11}
+ROLLOUT: dict[str, Any] = {
+    **{"n_sequences": 4, "n_unmatched": 0, "n_nonfinite": 0, "n_outside_clip": 0, "n_false_clip": None},
+    **dict.fromkeys(("sum_d", "sum_abs_d", "max_abs_d", "sum_k3", "sum_w", "sum_w2", "sum_dp", "sum_abs_dp"), 1.0),
+    **{"sum_entropy_rollout": 1.0, "sum_entropy_train": 1.0},
+}
+PARTS: list[dict[str, Any]] = [
+    {"stratum": "all", "n_tokens": 40, "sum_d2": 1.0},
+    {"stratum": "routing_same", "n_tokens": 30, "sum_d2": 0.2},
+    {"stratum": "routing_flipped", "n_tokens": 10, "sum_d2": 0.8},
+]
+
+
+def test_the_planted_expert_stands_out_in_its_weights(mixture: Mixture):
+    found = [each for each in mixture.standouts() if each.role == "w_fwd"]
+    assert [(each.module, each.expert, each.measure) for each in found] == [(f"{LAYER}.gate_up_proj", 3, "zeroed")]
+    assert found[0].value > 0.6
+    assert found[0].median == pytest.approx(0.11, abs=0.02)
+
+
+def test_quantiles_are_averaged_over_steps(mixture: Mixture):
+    tokens_of = mixture.spread[f"{LAYER}.gate_up_proj", "x_fwd", "rows"]
+    assert (tokens_of["n_experts"], tokens_of["n_steps"]) == (8.0, 1.0)
+    assert 0 < tokens_of["q0"] < tokens_of["q50"] < tokens_of["q100"] < 320
+
+
+def test_routing_is_added_and_the_flipped_tokens_share_told(mixture: Mixture):
+    (router,) = mixture.routing
+    assert (router["n_tokens"], router["n_predicted"]) == (200.0, 34.0)
+    assert mixture.flips[GATE]["n_flipped"] == 20.0
+    assert mixture.flipped is not None
+    assert (mixture.flipped.tokens_frac, mixture.flipped.mismatch_frac) == (0.25, pytest.approx(0.8))
+
+
+def test_the_page_names_layer_expert_and_router(mixture: Mixture):
+    html = page.section(mixture)
+    assert f"<code>{LAYER}.gate_up_proj</code></td><td" in html
+    assert GATE in html
+    assert "25.0 %" in html
+    assert "17.0 %" in html
+
+
+def test_a_trace_without_experts_has_no_such_section(tmp_path: Path):
+    with TraceWriter(tmp_path / "run.mxprobe", {}) as writer:
+        writer.append("events", {"step": [1], "time_ns": [1], "kind": ["attached"], "detail": ["a"]})
+    mixture = Mixture.of(open_trace(tmp_path / "run.mxprobe"))
+    assert mixture.is_empty
+    assert page.section(mixture) == page.section(None) == ""
+
+
+def test_nothing_stands_out_where_all_are_alike():
+    layer = dict.fromkeys(("q0", "q25", "q50", "q75", "q100"), 0.1)
+    spread = {("a", "x_fwd", measure): layer for measure in ("zeroed", "output_error")}
+    row = {"module": "a", "role": "x_fwd", "expert": 0, "n": 100.0, "n_zeroed": 12.0, "out_ref2": 1.0, "out_e2": 0.25}
+    mixture = Mixture(spread, [row], [], {}, None, ())
+    assert mixture.standouts() == [Standout("a", "x_fwd", 0, "output_error", 0.25, 0.1)]
