@@ -8,7 +8,7 @@ each attach give the base that it is held against, so that a drift of the machin
 does in 200 steps (one probe with weights, three without, one replay for sensitivity) is brought about in a few dozen
 by two attaches: one probes every `--window` steps, the other replays after as many. The cost of an event is what its
 step, and the steps beside the thread that measures it, took beyond the base; the other steps give what being attached
-costs by itself. Then
+costs by itself. Of steps without events medians are taken: what else runs on the machine strikes single steps. Then
 
     overhead = attached by itself + (weights probe + 3 probes + sensitivity) / 200 steps
 
@@ -126,7 +126,7 @@ class Pair:
         if not all(self.costs.values()):
             raise SystemExit(f"not each event was measured before the next: a longer --window ({self.costs})")
         events = sum(n * statistics.mean(self.costs[name]) for name, n in EVENTS.items())
-        return statistics.mean(self.between) + events / PERIOD
+        return statistics.median(self.between) + events / PERIOD
 
 
 def busy_steps(overhead: pd.DataFrame) -> dict[int, int]:
@@ -186,7 +186,7 @@ def measure_pair(target: Target, directory: Path, window: int) -> Pair:
         overhead = attached(target, directory / f"{name}.mxprobe", 2 * window, options)
         after = alone(target, window)
         steps = target.steps()
-        base_s = statistics.mean(steps[step][0] for step in (*before, *after))
+        base_s = statistics.median(steps[step][0] for step in (*before, *after))
         replayed = {int(overhead.index[window])} if name == "replay" else set[int]()
         account(pair, overhead, steps, base_s, replayed)
         before = after
@@ -223,8 +223,8 @@ def measure_model(pairs: int, window: int, n_tokens: int) -> None:
     print("| | main-thread CPU time, 95 % interval |")
     print("|---|---|")
     print(f"| default schedule | {interval([pair.overhead for pair in measured])} |")
-    print(f"| attached, between probes | {interval([statistics.mean(pair.between) for pair in measured])} |")
-    print(f"| the same with hooks in | {interval([statistics.mean(pair.hooked) for pair in measured])} |")
+    print(f"| attached, between probes | {interval([statistics.median(pair.between) for pair in measured])} |")
+    print(f"| the same with hooks in | {interval([statistics.median(pair.hooked) for pair in measured])} |")
     for name, n in EVENTS.items():
         costs = [cost for pair in measured for cost in pair.costs[name]]
         print(f"| {name}, {n} in {PERIOD} steps, in steps | {interval(costs)} |")

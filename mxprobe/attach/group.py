@@ -105,7 +105,7 @@ class Group:
             facts["job"] = dict(options.job)
         pids = [m.process.pid for m in self._members]
         self._trace = RunTrace(options.directory, pids, facts, beside=options.beside, retention=options.retention)
-        with self._signals():
+        with signals_handled(self._interrupt):
             threads = [
                 threading.Thread(target=self._serve, args=(m, self._trace), name=f"attach-{m.process.pid}")
                 for m in self._members
@@ -202,12 +202,13 @@ class Group:
             if member.controller is not None:
                 member.controller.interrupt()
 
-    @contextmanager
-    def _signals(self) -> Generator[None]:
-        """A signal ends every attachment in order; handlers are as before afterwards."""
-        before = {number: signal.signal(number, lambda *_: self._interrupt()) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+@contextmanager
+def signals_handled(end: Callable[[], None]) -> Generator[None]:
+    """A signal ends every attachment in order; handlers are as before afterwards."""
+    before = {number: signal.signal(number, lambda *_: end()) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The actors of a Ray cluster that run on this machine, as processes.
+"""The actors of a Ray cluster, as processes on its machines.
 
     python -m mxprobe.attach.ray_actors ADDRESS      -> one JSON object on stdout
 
@@ -34,6 +34,14 @@ class Actors:
 
     here: tuple[Actor, ...]
     elsewhere: tuple[Actor, ...]
+
+    @property
+    def nodes(self) -> dict[str, list[int]]:
+        """PIDs by node, this machine's among them."""
+        found: dict[str, list[int]] = {}
+        for actor in (*self.here, *self.elsewhere):
+            found.setdefault(actor.node_id, []).append(actor.pid)
+        return found
 
 
 def find_actors(address: str) -> Actors:

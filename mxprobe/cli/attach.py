@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,7 +60,9 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     help="Every rank, on this machine, of the torchrun or accelerate job of PID, and its driver's metrics.",
 )
 @click.option(
-    "--ray", metavar="ADDRESS", help="Every actor, on this machine, of a Ray cluster that trains or logs, e.g. `auto`."
+    "--ray",
+    metavar="ADDRESS",
+    help="Every actor of a Ray cluster that trains or logs, e.g. `auto`; on other nodes by a task there.",
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Trace directory; default ./NAME-PID-TIME.mxprobe."
@@ -153,6 +155,10 @@ def command(
     from mxprobe.attach.entry import check_reachable
 
     found = _targets(pids, job=job, ray=ray, wait_s=wait or 0.0)
+    if found.nodes:
+        directory = output or Path(f"ray-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
+        _attach_nodes(found, directory, background=background)
+        return
     processes = list(found.processes.values())
     if len(processes) == 1:
         check_reachable(processes[0], via=via)
@@ -222,6 +228,54 @@ def _targets(pids: tuple[int, ...], *, job: bool, ray: str | None, wait_s: float
             remedy="leave them out, or attach to the PIDs without --ray",
         )
     return targets.look_up_ray(ray, say)
+
+
+def _attach_nodes(found: targets.Targets, directory: Path, *, background: bool) -> None:
+    """To each node its own attach, with the options given here; the shares come together in one directory."""
+    import threading
+
+    from mxprobe.attach.group import signals_handled
+    from mxprobe.attach.ray_nodes import record
+    from mxprobe.attach.recorder import check_free
+
+    check_free(directory)
+    facts = {"command_line": ["mxprobe", *sys.argv[1:]], "job": found.job}
+    address = str((found.job or {})["ray"])
+    over = threading.Event()
+
+    def attach(ready: Callable[[], None]) -> None:
+        with signals_handled(over.set):
+            options = _of_each_node(sys.argv[1:])
+            record(address, directory, found.nodes, options, facts, on_attached=ready, is_over=over.is_set)
+
+    if not background:
+        attach(lambda: None)
+    else:
+        from mxprobe.attach.background import LOG_NAME, run_in_background
+
+        controller_pid = run_in_background(attach, directory / LOG_NAME)
+        how = f"`kill -INT {controller_pid}` detaches (log: {directory / LOG_NAME})"
+        click.echo(f"attached on {len(found.nodes)} nodes; {how}", err=True)
+    click.echo(directory)
+
+
+_NOT_OF_A_NODE = {"--ray": 1, "-o": 1, "--output": 1, "--background": 0}
+"""Options that are this process's own affair, and how many words follow them."""
+
+
+def _of_each_node(arguments: Sequence[str]) -> list[str]:
+    """The options of this command line without those that are not for each node's own attach."""
+    words = list(arguments)
+    words = words[words.index("attach") + 1 :]
+    kept: list[str] = []
+    while words:
+        word = words.pop(0)
+        name = word.partition("=")[0]
+        if name in _NOT_OF_A_NODE:
+            del words[: _NOT_OF_A_NODE[name] if "=" not in word else 0]
+        elif not (word.startswith("-o") and not word.startswith("--")):
+            kept.append(word)
+    return kept
 
 
 def _record(found: targets.Targets, options: AttachOptions, *, ready: Callable[[], None]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,6 +31,8 @@ class Targets:
     """PIDs of those that are meant only if they train or log."""
     beside: frozenset[int] = frozenset()
     """PIDs of those that are no rank of the job."""
+    nodes: Mapping[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """PIDs by node of a Ray cluster, where it has actors on others than this machine; then there are no `processes`."""
 
     @property
     def pids(self) -> list[int]:
@@ -67,14 +69,17 @@ def look_up_all(
 
 
 def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
-    """The actors of a Ray cluster on this machine. UsageError without a cluster, AttachError without an actor."""
+    """The actors of a Ray cluster. UsageError without a cluster, AttachError without an actor."""
     from mxprobe.attach.process import look_up
     from mxprobe.attach.ray_actors import find_actors
 
     actors = find_actors(address)
-    n_nodes = len({actor.node_id for actor in actors.elsewhere})
-    there = f"; {len(actors.elsewhere)} on {n_nodes} other nodes, to be attached there" if n_nodes else ""
-    say(f"Ray cluster at {address}: {len(actors.here)} actors on this machine{there}")
+    everyone = (*actors.here, *actors.elsewhere)
+    facts: dict[str, Any] = {"ray": address, "actors": {actor.pid: actor.class_name for actor in everyone}}
+    if actors.elsewhere:
+        say(f"Ray cluster at {address}: {len(everyone)} actors on {len(actors.nodes)} nodes")
+        return Targets({}, facts, nodes=actors.nodes)
+    say(f"Ray cluster at {address}: {len(actors.here)} actors on this machine")
     found: dict[str, Process] = {}
     for actor in actors.here:
         with suppress(AttachError):  # it ended meanwhile
@@ -82,11 +87,10 @@ def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
     if not found:
         raise AttachError(
             "no_actor",
-            f"The Ray cluster at {address} has no actor on this machine.",
-            cause="its actors run on other nodes, or the job has not created them yet",
-            remedy="run `mxprobe attach --ray auto` on the nodes that train, once they do",
+            f"The Ray cluster at {address} has no actor.",
+            cause="the job has not created its actors yet, or it trains in its driver",
+            remedy="wait until it trains; a driver is a process like any other: `mxprobe attach PID`, where it runs",
         )
-    facts = {"ray": address, "actors": {p.pid: name.rsplit(" ", 1)[0] for name, p in found.items()}}
     return Targets(found, facts, perhaps=frozenset(p.pid for p in found.values()))
 
 

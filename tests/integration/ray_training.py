@@ -1,9 +1,11 @@
 """A Ray cluster of its own with two training actors and one without torch.
 
-    python ray_training.py DIRECTORY [--control]
+    python ray_training.py DIRECTORY [--two-nodes]
+    python ray_training.py DIRECTORY --control ATTACHED
 
-Writes DIRECTORY/address once the actors train, their losses as hex to DIRECTORY/losses.RANK; ends with them.
-With --control the same loops run here, one after the other, without Ray.
+Writes DIRECTORY/address once the actors train, their losses as hex to DIRECTORY/losses.RANK; ends when there is DIRECTORY/stop.
+With --control the same loops run here, one after the other, without Ray, for as many steps as those of ATTACHED; with --two-nodes the cluster has two nodes
+(two raylets on this machine) and a trainer on each.
 """
 
 from __future__ import annotations
@@ -13,11 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-STEPS = 600
 DIRECTORY = Path(sys.argv[1])
 
 
-def train(rank: int, pause_s: float) -> int:
+def train(rank: int, pause_s: float, steps: int | None = None) -> int:
     import torch
     from torch import nn
 
@@ -27,7 +28,9 @@ def train(rank: int, pause_s: float) -> int:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with open(DIRECTORY / f"losses.{rank}", "w", buffering=1) as losses:
-        for _ in range(STEPS):
+        step = 0
+        while step != steps and not (DIRECTORY / "stop").exists():
+            step += 1
             x = torch.randn(16, 32)
             loss = ((model(x) - x) ** 2).mean()
             loss.backward()
@@ -39,17 +42,26 @@ def train(rank: int, pause_s: float) -> int:
     return os.getpid()
 
 
-def main() -> None:
+def main(*, two_nodes: bool) -> None:
     import ray
 
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    cluster = None
+    if two_nodes:
+        from ray.cluster_utils import Cluster
 
-    @ray.remote
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"n0": 1}})
+        cluster.add_node(num_cpus=1, resources={"n1": 1})
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+    else:
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, resources={"n0": 1, "n1": 1})
+
+    @ray.remote(num_cpus=1)
     class Trainer:
         def train(self, rank: int) -> int:
             return train(rank, 0.02)
 
-    @ray.remote
+    @ray.remote(num_cpus=0)
     class Counter:
         def count(self, seconds: float) -> None:
             deadline = time.monotonic() + seconds
@@ -58,7 +70,7 @@ def main() -> None:
 
     counter = Counter.remote()
     counting = counter.count.remote(120.0)
-    trainers = [Trainer.remote() for _ in range(2)]
+    trainers = [Trainer.options(resources={f"n{node}": 0.1}).remote() for node in range(2)]
     training = [trainer.train.remote(rank) for rank, trainer in enumerate(trainers)]
     (DIRECTORY / "address.new").write_text(ray.get_runtime_context().gcs_address)
     (DIRECTORY / "address.new").rename(DIRECTORY / "address")
@@ -66,11 +78,13 @@ def main() -> None:
     ray.cancel(counting)
     (DIRECTORY / "pids").write_text(" ".join(map(str, pids)))
     ray.shutdown()
+    if cluster is not None:
+        cluster.shutdown()
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["--control"]:
+    if sys.argv[2:3] == ["--control"]:
         for each in range(2):
-            train(each, 0.0)
+            train(each, 0.0, len(Path(sys.argv[3], f"losses.{each}").read_text().splitlines()) - 1)
     else:
-        main()
+        main(two_nodes="--two-nodes" in sys.argv)

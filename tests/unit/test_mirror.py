@@ -1,0 +1,91 @@
+"""A trace that is written elsewhere, copied while it grows; two of them become one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mxprobe.attach import mirror
+from mxprobe.attach.mirror import Gathering, News, Piece, news_of
+from mxprobe.errors import TraceError
+from mxprobe.trace import TraceWriter, open_trace
+from mxprobe.trace.layout import live_files
+
+
+def signals(step: int, value: float) -> dict[str, list[object]]:
+    names = ("source", "framework", "raw_key", "metric")
+    return {"step": [step], "time_ns": [step], "value": [value], **{name: ["x"] for name in names}}
+
+
+def writer(directory: Path, *ranks: int) -> TraceWriter:
+    made = TraceWriter(directory, {"command_line": ["there"], "ranks": [{"rank": rank, "pid": 7} for rank in ranks]})
+    for rank in ranks:
+        made.append("signals", signals(1, float(rank)), rank=rank)
+    return made
+
+
+def pull(gathering: Gathering, node: str, directory: Path) -> None:
+    while True:
+        news = news_of(directory, gathering.known(node))
+        gathering.take(node, news)
+        if news.is_all:
+            return
+
+
+def values(directory: Path) -> list[tuple[int, int, float]]:
+    rows = open_trace(directory).signals()
+    return sorted(zip(rows["rank"], rows["step"], rows["value"], strict=True))
+
+
+@pytest.mark.parametrize("chunk_bytes", [mirror.CHUNK_BYTES, 100])
+def test_two_nodes_become_one_trace_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(mirror, "CHUNK_BYTES", chunk_bytes)
+    a, b, here = (tmp_path / name for name in ("a", "b", "here"))
+    of_a, of_b, gathering = writer(a, 0, 1), writer(b, 0), Gathering(here, {"command_line": ["here"]})
+    pull(gathering, "a", a)
+    pull(gathering, "b", b)
+    assert values(here) == [(0, 1, 0.0), (1, 1, 1.0), (2, 1, 0.0)]
+    of_a.append("signals", signals(2, 5.0), rank=1)
+    of_b.append("signals", signals(2, 6.0), rank=0)
+    pull(gathering, "a", a)
+    pull(gathering, "b", b)
+    grown = [(0, 1, 0.0), (1, 1, 1.0), (1, 2, 5.0), (2, 1, 0.0), (2, 2, 6.0)]
+    assert values(here) == grown
+    run = open_trace(here).run
+    assert [(rank["rank"], rank["node"]) for rank in run["ranks"]] == [(0, "a"), (1, "a"), (2, "b")]
+    assert (run["command_line"], run["closed_ns"]) == (["here"], None)
+    for each, node, directory in ((of_a, "a", a), (of_b, "b", b)):
+        each.close()
+        pull(gathering, node, directory)
+    gathering.close()
+    assert values(here) == grown
+    assert not live_files(here)
+    assert open_trace(here).run["closed_ns"]
+    assert not [path for path in here.rglob(".*") if path.name.endswith(".tmp")]
+
+
+def test_nothing_new_is_nothing(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    of_there, gathering = writer(there, 0), Gathering(here, {})
+    pull(gathering, "a", there)
+    assert news_of(there, gathering.known("a")).pieces == []
+    of_there.close()
+    gathering.close()
+
+
+@pytest.mark.parametrize("path", ["../evil", "/etc/evil", "tensors/../../evil", ".writer.lock"])
+def test_a_file_name_leads_nowhere_else(tmp_path: Path, path: str) -> None:
+    gathering = Gathering(tmp_path / "here", {})
+    with pytest.raises(TraceError, match="none of a trace"):
+        gathering.take("a", News([Piece(path, 1, 0, b"x", 1)], [path], True))
+    gathering.close()
+    assert sorted(each.name for each in tmp_path.rglob("*")) == [".writer.lock", "here"]
+
+
+def test_a_directory_that_holds_a_trace_is_left_alone(tmp_path: Path) -> None:
+    writer(tmp_path / "taken", 0).close()
+    with pytest.raises(TraceError, match="already holds a trace"):
+        Gathering(tmp_path / "taken", {})
