@@ -172,6 +172,8 @@ def _snapshot_rows(
         alike.append((key, measured))
         if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
             yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
+    if snapshot.g_index is not None:
+        fields.pop(Role.G_WGRAD, None)  # this rank has other tokens of G than of X: dW is not a product of the two
     yield from _gradient_rows(when, fields, clusters, config)
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from mxprobe.agent.adapters.identity import Identity, note_stage
+
 _GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -43,6 +45,7 @@ class RootWatch:
         if depth == 0:
             seen = self.with_grad if torch.is_grad_enabled() else self.without_grad
             seen[id(module)] = module
+            note_stage(module, sys._getframe().f_back)  # pyright: ignore[reportPrivateUsage]
             if self.on_enter is not None:
                 self.on_enter(module)
 
@@ -106,21 +109,36 @@ def trained_roots(seen: list[nn.Module], optimizer: torch.optim.Optimizer) -> tu
 def named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) below the roots, each module once; names without what DDP and torch.compile put in front.
 
-    With several roots a name begins with its root's class.
+    Layers and experts are called by their index in the whole model, see `mxprobe.agent.adapters.identity`. With several
+    roots a name begins with its root's class, unless they are parts of one model that number their layers.
     """
-    seen: dict[int, None] = {}
+    found: list[list[tuple[str, nn.Module]]] = []
+    seen: set[int] = set()
+    identities = [Identity(root) for root in roots]
+    for root, identity in zip(roots, identities):
+        new = [(name, module) for name, module in root.named_modules() if id(module) not in seen]
+        seen |= {id(module) for _, module in new}
+        found.append([(plain_name(identity(name)), module) for name, module in new])
+    names = [
+        name for below in found for name, module in below if next(module.parameters(recurse=False), None) is not None
+    ]
+    if len(roots) == 1 or (all(each.numbered for each in identities) and len(set(names)) == len(names)):
+        prefixes = [""] * len(roots)
+    else:
+        prefixes = _prefixes(roots)
+    for root, prefix, below in zip(roots, prefixes, found):
+        for name, module in below:
+            yield ".".join(part for part in (prefix, name) if part) or type(root).__name__, module
+
+
+def _prefixes(roots: list[nn.Module]) -> list[str]:
     used: dict[str, int] = {}
+    prefixes: list[str] = []
     for root in roots:
-        prefix = ""
-        if len(roots) > 1:
-            class_name = type(root).__name__
-            used[class_name] = used.get(class_name, 0) + 1
-            prefix = class_name if used[class_name] == 1 else f"{class_name}_{used[class_name]}"
-        for name, module in root.named_modules():
-            if id(module) in seen:
-                continue
-            seen[id(module)] = None
-            yield ".".join(part for part in (prefix, plain_name(name)) if part) or type(root).__name__, module
+        name = type(root).__name__
+        used[name] = used.get(name, 0) + 1
+        prefixes.append(name if used[name] == 1 else f"{name}_{used[name]}")
+    return prefixes
 
 
 def plain_name(name: str) -> str:

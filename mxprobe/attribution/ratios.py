@@ -22,14 +22,18 @@ import pandas as pd
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Phase
 from mxprobe.trace import Trace
 
+from .identity import PLACED, Copies, distinct
+
 ADDITIVE = (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS)
 
 
 def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Sums of the additive columns of a `tensors` or `whatif` frame per group; `amax` is the maximum.
 
-    Returns a frame with the keys as columns. A sum over nothing but missing values is NaN, not 0.
+    Returns a frame with the keys as columns. A sum over nothing but missing values is NaN, not 0. What several ranks
+    hold copies of is counted once where the frame says so (`identity.distinct`).
     """
+    frame = distinct(frame, by)
     additive = [name for name in frame.columns if name in ADDITIVE]
     grouped = frame.groupby(list(by), observed=True, sort=True)
     sums = grouped[additive].sum(min_count=1)
@@ -39,8 +43,16 @@ def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
-    """`totals` over all rows of a table, chunk by chunk; an empty frame with the keys and columns where it has none."""
-    parts = [totals(chunk.to_pandas(), by) for chunk in trace.chunks(table, (*by, *columns))]
+    """`totals` over all rows of a table, chunk by chunk; an empty frame with the keys and columns where it has none.
+
+    Copies on several ranks are counted once, as `identity.distinct` does: by the lowest rank that has the part at all.
+    """
+    copies = Copies.of(trace, table) if "rank" not in by else None
+    wanted = (*by, *columns, *(PLACED if copies is not None else ()))
+    parts: list[pd.DataFrame] = []
+    for chunk in trace.chunks(table, wanted):
+        frame = chunk.to_pandas()
+        parts.append(totals(frame if copies is None else copies.removed(frame), by)[[*by, *columns]])
     return totals(pd.concat(parts, ignore_index=True), by) if parts else pd.DataFrame(columns=[*by, *columns])
 
 

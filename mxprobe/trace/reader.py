@@ -4,6 +4,7 @@ import html
 import json
 from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, TABLES
 from . import layout
 from .arrow import UNREADABLE, check_readable, conform, damaged, select, table_schema
 from .chunks import chunks
+from .identity import apart, conflicting
 from .sources import Source, sources
 from .thinning import Windows
 
@@ -146,6 +148,10 @@ class Trace:
             f"{path.relative_to(self.directory)} holds what could not be read of a live file when it became Parquet."
             for path in layout.cut_files(self.directory)
         )
+        found.extend(
+            f"{name} is not one module: ranks call modules of different class or size so, and their rows are not added."
+            for name in sorted(self._conflicts)
+        )
         if not any(self._n_rows(table) for table in TABLES):
             found.append("The trace is empty: no table has a row.")
         return found
@@ -156,7 +162,16 @@ class Trace:
         Raises:
             TraceError: a file is damaged.
         """
-        return chunks(self.directory, name, columns)
+        return (apart(piece, self._conflicts) for piece in chunks(self.directory, name, columns))
+
+    @cached_property
+    def _conflicts(self) -> frozenset[str]:
+        """Names that ranks give to modules that are not one."""
+        try:
+            seen = [piece.to_pandas() for piece in chunks(self.directory, "modules", ("module", "class_name", "shape"))]
+        except TraceError:
+            return frozenset()  # whoever reads that table will be told
+        return conflicting(pd.concat(seen, ignore_index=True)) if seen else frozenset()
 
     def _n_rows(self, name: str) -> int:
         return sum(source.n_rows() for source in sources(self.directory, name))
@@ -190,7 +205,7 @@ class Trace:
             piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
             for rank, piece in pieces or [(0, empty)]
         ]
-        return pa.concat_tables(tables).unify_dictionaries()
+        return apart(pa.concat_tables(tables).unify_dictionaries(), self._conflicts)
 
     def __repr__(self) -> str:
         state = "being written" if self._is_live else "complete" if self.is_complete else "not closed"

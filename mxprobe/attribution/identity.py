@@ -1,0 +1,92 @@
+"""What may be added: the parts that ranks hold of one operand, once each, and no rows of different layers.
+
+    energies and counts   once per part of the operand            "tokens=r0 in=1/2"
+    output sums           once per part of the GEMM's product     "tokens=r0 in=1/2 | out=0/2"
+
+A part is the text of column `placement` (`mxprobe.agent.adapters.placement`), and of ranks that hold the same one the
+lowest counts: W is on every data-parallel rank, X on every tensor-parallel one. Rows of traces without the column, and
+of one rank, are as they are. Over a contraction that is sharded the product of each rank is a partial sum: energies add
+up to those of the whole, output sums to those of the parts.
+
+Names are those of the whole model, and different layers of one name are kept apart: `mxprobe.trace.identity`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS
+from mxprobe.trace import Trace
+
+PLACED = ("step", "micro_step", "module", "role", "phase", "placement", "rank")
+"""Columns that `distinct` needs."""
+_OF_OPERAND = frozenset((*COUNTS, *ENERGY_SUMS, "n_edge_blocks"))
+_OF_PRODUCT = frozenset(OUTPUT_SUMS)
+_PARTNER = " | "
+
+
+def distinct(frame: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
+    """The rows of `tensors`, `whatif` or `blocks` with 0 for what another rank's row has counted already.
+
+    Unchanged where that cannot be told (a column of `PLACED` missing), and where ranks are not added (`by` has `rank`).
+    """
+    if "rank" in by or not set(PLACED) <= set(frame.columns) or frame["rank"].nunique() < 2:
+        return frame
+    placement = _texts(frame)
+    if not placement.str.len().any():
+        return frame
+    keys = [name for name in (*PLACED[:5], "correction", "format", "rule") if name in frame.columns]
+    result = frame.copy()
+    for part, columns in _parts(placement):
+        lowest = frame.assign(part=part).groupby([*keys, "part"], observed=True)["rank"].transform("min")
+        _count_once(result, (frame["rank"] > lowest).to_numpy(), columns)
+    return result
+
+
+class Copies:
+    """Which rank counts for each part, for tables that are read piece by piece."""
+
+    def __init__(self, lowest: tuple[dict[tuple[str, str, str], int], ...]) -> None:
+        self._lowest = lowest
+
+    @classmethod
+    def of(cls, trace: Trace, table: str) -> "Copies | None":
+        """None where the table is of one rank, or says nothing of parts."""
+        lowest: tuple[dict[tuple[str, str, str], int], ...] = ({}, {})
+        ranks: set[int] = set()
+        placed = False
+        for chunk in trace.chunks(table, ("module", "role", "placement")):
+            frame = chunk.to_pandas()
+            ranks |= set(frame["rank"].unique())
+            for found, (part, _) in zip(lowest, _parts(_texts(frame)), strict=True):
+                keys = frame.assign(part=part)[["module", "role", "part", "rank"]].drop_duplicates()
+                for module, role, text, rank in keys.itertuples(index=False, name=None):
+                    key = (str(module), str(role), str(text))
+                    found[key] = min(found.get(key, int(rank)), int(rank))
+                    placed = placed or bool(text)
+        return cls(lowest) if placed and len(ranks) > 1 else None
+
+    def removed(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The piece with 0 for what is another rank's to count, without `rank`."""
+        result = frame.drop(columns="rank")
+        for lowest, (part, columns) in zip(self._lowest, _parts(_texts(frame)), strict=True):
+            keys = zip(frame["module"].astype(str), frame["role"].astype(str), part, strict=True)
+            counts = np.array([lowest[key] for key in keys]) < frame["rank"].to_numpy()
+            _count_once(result, counts, columns)
+        return result
+
+
+def _texts(frame: pd.DataFrame) -> pd.Series:
+    return frame["placement"].astype("object").fillna("").astype(str)
+
+
+def _parts(placement: pd.Series) -> tuple[tuple[pd.Series, frozenset[str]], ...]:
+    """(text of the part, columns that are counted once for it): of the operand, and of the product."""
+    return (placement.str.partition(_PARTNER)[0], _OF_OPERAND), (placement, _OF_PRODUCT)
+
+
+def _count_once(frame: pd.DataFrame, repeated: npt.NDArray[np.bool_], columns: frozenset[str]) -> None:
+    for name in columns & set(frame.columns):
+        frame[name] = frame[name].mask(repeated, 0)
