@@ -4,6 +4,7 @@
     python benchmarks/sensitivity.py gradients      gradient probes on the same model, a minute
     python benchmarks/sensitivity.py schedule       a replay against a training step of about a second, a minute
     python benchmarks/sensitivity.py cost           on the demo's GRPO job, minutes
+    python benchmarks/sensitivity.py gains TRACE... predicted gains in traces, e.g. of `mxprobe demo --once --seed N`
 
 `accuracy`: Spearman correlation of predictors with the KL that each forward operand's error really makes (the same
 batch run again with that error put in), the ratio of predicted to true KL, and the predicted against the replayed gain
@@ -29,13 +30,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mxprobe.agent.replay.arms import FORWARD_ROLES, arm_product, quantizer, replay_arms, run_arm
 from mxprobe.agent.replay.backward import WeightGradients
-from mxprobe.agent.replay.call import capture
+from mxprobe.agent.replay.call import capture, forward, replayed
 from mxprobe.agent.replay.gradient_probes import ROLES, probe_gradients
+from mxprobe.agent.replay.linears import Intercept
+from mxprobe.agent.replay.live import KEPT_WIDER
 from mxprobe.agent.replay.policy import PolicyGradient
-from mxprobe.agent.replay.sensitivity import measure_sensitivity
+from mxprobe.agent.replay.sensitivity import CPU_MAX_ROWS, measure_sensitivity
+from mxprobe.attribution import Thresholds, recommend
 from mxprobe.demo.runner import Scenario, job_command, read_steps, running
 from mxprobe.trace import open_trace
-from mxprobe_kernels import decompose
+from mxprobe_kernels import apply_correction, decompose
 from tests import small_lm
 
 SAMPLES = 64
@@ -53,13 +57,19 @@ def spearman(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def predicted(calls: list[Any], modules: Any, *, n_probes: int, seed: int = 0) -> dict[tuple[str, str, str], float]:
-    """(module, role, component) -> Delta2 / 2, averaged over calls and probes."""
+def predicted(
+    calls: list[Any],
+    modules: Any,
+    *,
+    n_probes: int,
+    seed: int = 0,
+    max_rows: int | None = SAMPLES * small_lm.CONTEXT,
+    **options: Any,
+) -> dict[tuple[str, str, str], float]:
+    """(module, role, component) -> Delta2 / 2, averaged over calls and probes; of all rows, or the default number."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for i, call in enumerate(calls):
-        found = measure_sensitivity(
-            call, modules, n_probes=n_probes, seed=seed + i, max_rows=SAMPLES * small_lm.CONTEXT
-        )
+        found = measure_sensitivity(call, modules, n_probes=n_probes, seed=seed + i, max_rows=max_rows, **options)
         for row in found.rows():
             key = (row["module"], row["role"], row["component"])
             sums.setdefault(key, []).append(row["sum_delta2"] / row["n_tokens"] / 2)
@@ -82,14 +92,16 @@ def accuracy() -> None:
     nmse = [decompose(modules[name].weight).sum_e2 / decompose(modules[name].weight).sum_x2 for name in modules]
     weights = [true[name, "w_fwd"]["sum_kl"] for name in modules]
     print(f"| NMSE (weights only) | {spearman(nmse, weights):.3f} | |")
-    for words, used, n_probes in (
-        ("Delta2, 1 probe, the microbatch itself", calls[:1], 1),
-        ("Delta2, 4 probes, the microbatch itself", calls[:1], 4),
-        ("Delta2, 1 probe, 8 other microbatches", calls, 1),
+    everything = SAMPLES * small_lm.CONTEXT
+    for words, used, n_probes, max_rows in (
+        ("Delta2, 1 probe, the microbatch itself", calls[:1], 1, everything),
+        ("Delta2, 4 probes, the microbatch itself", calls[:1], 4, everything),
+        ("Delta2, 1 probe, 8 other microbatches", calls, 1, everything),
+        (f"Delta2, 1 probe, {CPU_MAX_ROWS} rows of each of these 8 (the default)", calls, 1, None),
     ):
         trials = []
         for seed in range(0, 50, 10):
-            found = predicted(used, modules, n_probes=n_probes, seed=seed)
+            found = predicted(used, modules, n_probes=n_probes, seed=seed, max_rows=max_rows)
             half = [found[(*key, "total")] for key in true]
             trials.append((spearman(half, kl), np.quantile(np.array(half) / np.array(kl), [0.5, 0.1, 0.9])))
         rho = [each[0] for each in trials]
@@ -97,6 +109,7 @@ def accuracy() -> None:
         spread = f"{statistics.median(rho):.3f} ({min(rho):.3f} to {max(rho):.3f})"
         print(f"| {words} | {spread} | {middle:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
     gains(calls[:3], modules)
+    wider(calls[:4], modules)
     split(calls[0], modules)
     time_replay(calls[0], modules)
 
@@ -117,6 +130,31 @@ def gains(calls: list[Any], modules: Any) -> None:
         errors.append(abs(np.clip(told, -1, 1) - np.clip(seen, -1, 1)))
         print(f"| {name} | {told:+.2f} | {seen:+.2f} |")
     print(f"\nmean absolute error of the gain, clipped to [-1, 1]: {100 * np.mean(errors):.1f} points")
+
+
+def wider(calls: list[Any], modules: Any) -> None:
+    """What MXFP8 in place of MXFP4 would leave of the KL: by its own Delta2, by output errors, replayed."""
+    found = predicted(calls, modules, n_probes=1, corrections=KEPT_WIDER)
+    operands = {(module, role) for module, role, _ in found}
+    own = sum(found[(*key, "mxfp8")] for key in operands)
+    by_output = 0.0
+    with replayed(calls[0], gradient=True), Intercept(modules, record=modules) as intercept:
+        forward(calls[0])
+    for recorded in intercept.calls:
+        assert recorded.x is not None
+        x, w = recorded.x.flatten(0, -2), recorded.module.weight.detach()
+        for role, a, b in (("x_fwd", x, w.T), ("w_fwd", w, x.T)):
+            left = [float(((apply_correction(a, name) - a) @ b).square().sum()) for name in ("mxfp8", "rule:rceil")]
+            by_output += found[recorded.name, role, "total"] * left[0] / left[1]
+    kl = {"q": 0.0, "mxfp8": 0.0}
+    n_tokens = 0.0
+    for call in calls:
+        for arm in replay_arms(call, modules, list(kl)):
+            row = arm.row()
+            kl[arm.name] += row["sum_kl"]
+            n_tokens += row["n_tokens"] / len(kl)
+    print(f"\nKL in nats per token, MXFP4: replayed {kl['q'] / n_tokens:.2e}. All in MXFP8 instead: replayed")
+    print(f"{kl['mxfp8'] / n_tokens:.2e}, by its own Delta2 {own:.2e}, by output errors {by_output:.2e}")
 
 
 def gradients() -> None:
@@ -202,7 +240,9 @@ def schedule() -> None:
     for i in range(5):
         step_s.append(seconds_of(step, n))
         call = capture(model, (small_lm.batch(n, i),), {})
-        replay_s.append(seconds_of(lambda call=call: list(measure_sensitivity(call, modules).rows())))
+        replay_s.append(
+            seconds_of(lambda call=call: list(measure_sensitivity(call, modules, corrections=KEPT_WIDER).rows()))
+        )
     one, spent = statistics.median(step_s), statistics.median(replay_s)
     print(f"step of {one:.2f} s ({n} x {small_lm.CONTEXT} tokens); a sensitivity replay takes {spent / one:.2f} steps:")
     for every in (50, 100, 200):
@@ -252,13 +292,26 @@ def cost(steps: int) -> None:
             )
 
 
+def gains_of_traces(traces: list[str]) -> None:
+    """Gain of each correction on the operands that the verdict names: mean over traces, least and largest."""
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        for score in recommend(open_trace(Path(trace)), Thresholds(n_resamples=1)).corrections:
+            found.setdefault(score.correction, []).append(score.gain)
+    print(f"| correction | part of the output error removed, {len(traces)} traces |\n|---|---|")
+    for name, values in sorted(found.items(), key=lambda item: -statistics.fmean(item[1])):
+        print(f"| {name} | {statistics.fmean(values):.2f} ({min(values):.2f} to {max(values):.2f}) |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["accuracy", "gradients", "schedule", "cost"])
+    parser.add_argument("what", choices=["accuracy", "gradients", "schedule", "cost", "gains"])
+    parser.add_argument("traces", nargs="*")
     parser.add_argument("--steps", type=int, default=250)
     options = parser.parse_args()
     torch.set_num_threads(1)
     run = {"accuracy": accuracy, "gradients": gradients, "schedule": schedule, "cost": lambda: cost(options.steps)}
+    run["gains"] = lambda: gains_of_traces(options.traces)
     run[options.what]()
 
 

@@ -141,11 +141,8 @@ _CHECK_KEYS = (
 def _verdict_keys() -> tuple[Key, ...]:
     from mxprobe.attribution.thresholds import Thresholds
 
-    defaults = asdict(Thresholds())
-    return tuple(
-        Key("verdict", name, "int" if isinstance(value, int) else "float", value, "")
-        for name, value in defaults.items()
-    )
+    kinds = {int: "int", float: "float", str: "str"}
+    return tuple(Key("verdict", name, kinds[type(value)], value, "") for name, value in asdict(Thresholds()).items())
 
 
 def keys_of(section: str) -> tuple[Key, ...]:

@@ -24,7 +24,8 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.agent.recipes import Call, infer_recipe
-from mxprobe.schema import Phase, Role
+from mxprobe.attribution import Recommendation
+from mxprobe.schema import Component, Phase, Role, Verdict
 from mxprobe.trace import TraceWriter
 from tests import small_lm
 from tests.planted import BLOCK, MACRO_BLOCK
@@ -32,6 +33,14 @@ from tests.synthetic import WHATIFS, columns_of, operand_rows
 
 KINDS = ("scale", "deadzone", "grid", "clean", "stale")
 EXTENTS = ("all", "half")
+PART_OF = {"all": 1, "half": 2, "one": 10**6}
+COMPONENTS = {"scale": Component.SCALE, "deadzone": Component.DEADZONE, "grid": Component.GRID}
+MENDS = {
+    "scale": {"mbs:32", "mbs:64", "mbs:128"},
+    "deadzone": {"of:0.5", "of:1.0"},
+    "grid": {"of:0.5", "of:1.0", "nvfp4", "mxfp8", "keep_high_precision"},
+}
+ACTS = (Verdict.ENABLE, Verdict.UNDECIDED, Verdict.KEEP_HIGH_PRECISION)
 SAMPLES = 6
 UPDATES_PER_STEP = 4
 QuantizeWeight = Callable[[torch.Tensor], torch.Tensor]
@@ -76,6 +85,26 @@ def nearest_code(z: torch.Tensor) -> torch.Tensor:
     return torch.sign(z) * grid[(z.abs()[..., None] - grid).abs().argmin(-1)]
 
 
+def is_right(kind: str, answer: Recommendation, planted: set[str]) -> bool:
+    """Verdict, component, first correction, modules and operand of a plant of that kind."""
+    if kind == "clean":
+        return answer.verdict in (Verdict.NONE_NEEDED, Verdict.NOTHING_QUANTIZED)
+    if kind == "stale":
+        return answer.verdict is Verdict.NOT_EXPLAINED
+    named = {module for group in answer.where for module in group.modules}
+    return (
+        answer.verdict in ACTS
+        and answer.component is COMPONENTS[kind]
+        and answer.chosen[0] in MENDS[kind]
+        and named <= planted
+        and {group.role for group in answer.where} == {Role.W_FWD}
+    )
+
+
+def names_a_wrong_component(kind: str, answer: Recommendation) -> bool:
+    return answer.verdict in ACTS and answer.component is not COMPONENTS.get(kind)
+
+
 def write_planted(
     directory: Path,
     kind: str,
@@ -85,16 +114,23 @@ def write_planted(
     steps: int = 8,
     train: QuantizeWeight | None = None,
     rollout: QuantizeWeight = mxfp4,
+    elsewhere: QuantizeWeight | None = None,
+    rollout_x: QuantizeWeight | None = None,
+    kind_elsewhere: str = "clean",
 ) -> tuple[Path, set[str]]:
-    """Record the run; returns its trace and the planted modules. `train`, `rollout`: how each side rounds W."""
+    """Record the run; returns its trace and the planted modules.
+
+    train, rollout: how each side rounds W; elsewhere: how the rollout does in modules that are not planted;
+    rollout_x: how it rounds X. kind_elsewhere: what is planted in the others.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = copy.deepcopy(small_lm.trained())
     modules = small_lm.linears(model)
     order = torch.randperm(len(modules), generator=generator).tolist()
-    chosen = {list(modules)[i] for i in order[: len(modules) // (1 if extent == "all" else 2)]}
+    chosen = {list(modules)[i] for i in order[: max(len(modules) // PART_OF[extent], 1)]}
     with torch.no_grad():
         for name, module in modules.items():
-            kind_here = kind if name in chosen else "clean"
+            kind_here = kind if name in chosen else kind_elsewhere
             module.weight.copy_(planted_weight(module.weight, kind_here, generator))
     if kind == "deadzone":
         for name in chosen:
@@ -107,9 +143,10 @@ def write_planted(
                 _learn(model, optimizer, first.keys() - chosen, modules, first, seed * 1000 + step)
             now = {name: module.weight.detach() for name, module in modules.items()}
             used = {name: first[name] if kind == "stale" else now[name] for name in modules}
+            rounds = {name: rollout if name in chosen else elsewhere or rollout for name in modules}
             sides = (
-                (Phase.TRAIN, {name: train(w) if train else w for name, w in now.items()}),
-                (Phase.ROLLOUT, {name: rollout(w) for name, w in used.items()}),
+                (Phase.TRAIN, {name: train(w) if train else w for name, w in now.items()}, None),
+                (Phase.ROLLOUT, {name: rounds[name](w) for name, w in used.items()}, rollout_x),
             )
             _write_step(writer, model, modules, sides, step, seed)
     return directory, chosen
@@ -137,9 +174,9 @@ def _write_step(writer: TraceWriter, model: Any, modules: Any, sides: Any, step:
     outputs: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
     whatif: list[dict[str, Any]] = []
-    for phase, weights in sides:
+    for phase, weights, quantize_x in sides:
         ids = small_lm.batch(SAMPLES, seed=10**7 + 1000 * seed + 2 * step + (phase is Phase.ROLLOUT))
-        for name, (x, y) in _run(model, modules, weights, ids).items():
+        for name, (x, y) in _run(model, modules, weights, ids, quantize_x).items():
             key = {"step": step, "micro_step": 0, "time_ns": step, "module": name}
             w = modules[name].weight.detach()
             (recipe_x, recipe_w), sums = infer_recipe(Call(x, w, y))
@@ -158,14 +195,14 @@ def _write_step(writer: TraceWriter, model: Any, modules: Any, sides: Any, step:
 
 @torch.no_grad()
 def _run(
-    model: Any, modules: Any, weights: dict[str, torch.Tensor], ids: torch.Tensor
+    model: Any, modules: Any, weights: dict[str, torch.Tensor], ids: torch.Tensor, quantize_x: QuantizeWeight | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(x, y) [rows, ...] of each module in a forward pass with these weights."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def hook(name: str) -> Any:
         def compute(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            y = F.linear(args[0], weights[name])
+            y = F.linear(quantize_x(args[0]) if quantize_x else args[0], weights[name])
             seen[name] = args[0].flatten(0, 1), y.flatten(0, 1)
             return y
 

@@ -9,13 +9,13 @@ for ever the first one seen: a rollout whose weights were never refreshed since 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+import mxprobe_kernels
 from mxprobe.agent.guard import undisturbed
 from mxprobe.agent.noise import Change, NoiseState, change
 from mxprobe.agent.recipes import EXACT_FRAC, NONE, RULES, Call, Recipe, candidates, orders, quantize
@@ -81,10 +81,9 @@ def copy_versions(step: int, modules: Mapping[str, nn.Module]) -> list[Copies]:
     return [Copies(versions, device, event_now(device)) for device, versions in by_device.items()]
 
 
-def code_hash(w: torch.Tensor) -> str:
-    """Hexadecimal digest of the MXFP4 codes and scales (`rceil`, row blocks) of W: alike exactly where they are."""
-    q = quantize(w, "mxfp4+rceil").float() + 0.0  # minus zero is zero
-    return hashlib.blake2b(q.contiguous().cpu().numpy().tobytes(), digest_size=6).hexdigest()
+def codes_word(w: torch.Tensor) -> str:
+    """`mxprobe_kernels.code_hash` of W [F, K] in hexadecimal: its MXFP4 codes and scales (`rceil`, row blocks)."""
+    return f"{int(mxprobe_kernels.code_hash(w)) % 2**64:016x}"
 
 
 class WeightHistory:
@@ -146,7 +145,7 @@ class WeightHistory:
         detail = (
             f"rollout computes with the weights of step {step_base + used.step}, {lag} behind"
             f"{' (the first version seen since attach)' if is_first else ''}; "
-            f"codes {code_hash(used.weight)}, the trainer's are {code_hash(versions[0].weight)}"
+            f"codes {codes_word(used.weight)}, the trainer's are {codes_word(versions[0].weight)}"
         )
         return Finding(lag, self._tell(snapshot, "behind", detail))
 

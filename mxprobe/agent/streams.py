@@ -21,7 +21,7 @@ from mxprobe.agent.guard import undisturbed
 from mxprobe.agent.inventory import has_fused_path, is_compiled, not_to_be_hooked
 from mxprobe.agent.matching import Match
 from mxprobe.agent.replay.paths import Row, layer_row
-from mxprobe.agent.replay.residuals import Difference, Projection, blocks_of, difference, stream_of
+from mxprobe.agent.replay.residuals import Difference, blocks_of, difference, projected, stream_of
 
 GENERATION_TRAINING = "generation_training"
 PROMPT_TOKENS = 8
@@ -45,7 +45,6 @@ class StreamTap:
 
     def __init__(self) -> None:
         self.enabled = False
-        self._project = Projection()
         self._depth: dict[str, int] = {}
         self._hooks: list[tuple[weakref.ref[nn.Module], Hook]] = []
         self._handles: list[Any] = []
@@ -114,12 +113,12 @@ class StreamTap:
                 taken = generation.prompt[:, n_prompt - p :]
                 valid = torch.ones_like(taken, dtype=torch.bool) if pad is None else taken != pad
                 rows = stream[:, n_prompt - p :].index_select(0, generation.index)
-                self._rollout[name] = _Side(self._project(rows), valid, eps)
+                self._rollout[name] = _Side(projected(rows), valid, eps)
         elif name not in self._train:
             at = match.start[:, None] + torch.arange(-p, 0, device=stream.device)
             valid = match.found[:, None] & (at >= 0) & (at < stream.shape[1])
             rows = stream[match.row[:, None], at.clamp(0, stream.shape[1] - 1)]
-            self._train[name] = _Side(self._project(rows), valid, eps)
+            self._train[name] = _Side(projected(rows), valid, eps)
 
     def finish(self) -> list[tuple[str, int, Difference, float]]:
         """(block, depth, difference, eps) of the step that is over; on the device, nothing waited for."""

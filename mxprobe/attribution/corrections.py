@@ -73,7 +73,7 @@ def score_corrections(
         if component is Component.DEADZONE:
             there = float(weights @ zeroed_before[index])
             recovery = 1.0 - float(weights @ zeroed_after[index]) / there if there > 0 else float("nan")
-        cost = cost_of(correction)
+        cost = cost_of(correction, thresholds.device)
         score = CorrectionScore(
             correction=correction,
             tier=tier_of(correction),
@@ -94,7 +94,9 @@ def score_corrections(
         scores.append(judged(score, thresholds))
     if KEEP not in operands.corrections:
         none_left = cures.by(np.zeros(errors.n_operands))
-        scores.append(judged(_keep(none_left, int(operands.n_steps[errors.chosen].min())), thresholds))
+        scores.append(
+            judged(_keep(none_left, int(operands.n_steps[errors.chosen].min()), thresholds.device), thresholds)
+        )
     return scores
 
 
@@ -223,8 +225,8 @@ class _Cures:
         return upper_median(predicted[self._seen]) <= gate
 
 
-def _keep(cures: bool | None, n_steps: int) -> CorrectionScore:
-    cost = cost_of(KEEP)
+def _keep(cures: bool | None, n_steps: int, device: str) -> CorrectionScore:
+    cost = cost_of(KEEP, device)
     gain = Gain(1.0, 1.0, 1.0, n_steps)
     return CorrectionScore(
         correction=KEEP,

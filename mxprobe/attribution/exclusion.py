@@ -1,7 +1,8 @@
 """Which modules to keep out of MXFP4, and what each further one buys: predicted KL against the work that stays.
 
     KL(kept) = sum over modules not kept of Delta2 / 2, inputs and weights        (first order: effects are added)
-    kept in MXFP8: Delta2 times what MXFP8 leaves of the operand's error in the GEMM's output
+    kept in MXFP8: the Delta2 of MXFP8's own error, where the trace holds it; in older traces Delta2 times what MXFP8
+    leaves of the operand's error in the GEMM's output, which says less of the policy
 
 Modules are taken greedily by predicted KL per FLOP. The knee is the point farthest below the straight line from nothing
 kept to everything kept, both axes from 0 to 1: up to it a share of the work buys more than its share of the KL.
@@ -17,9 +18,10 @@ from mxprobe.schema import Role
 from mxprobe_kernels.formats import CorrectionKind
 
 from .patterns import exact_patterns
-from .sensitivity import operand_sensitivity
+from .sensitivity import OPERAND, operand_sensitivity
 
 BF16, MXFP8 = CorrectionKind.KEEP_HIGH_PRECISION.value, CorrectionKind.MXFP8.value
+EXACT, DELTA2, OUTPUT_ERROR = "exact", "delta2", "output_error"
 _ROUNDING = 1e-12  # of the sum, below which a difference of its terms is nothing
 _FORWARD = (Role.X_FWD.value, Role.W_FWD.value)
 
@@ -46,6 +48,8 @@ class ExclusionCurve:
     """k of the knee."""
     n_microbatches: int
     """Replayed microbatches behind the sensitivities, of the module with fewest."""
+    left_by: str
+    """What the kept modules' remaining KL rests on: `exact` (BF16: none is left), `delta2` or `output_error`."""
     framework: str
     patterns: tuple[str, ...]
     """The modules up to the knee as the framework spells a list of what to leave out; exactly these."""
@@ -66,12 +70,17 @@ def exclusion_curve(
 ) -> ExclusionCurve | None:
     """The curve of a trace's frames; None where they do not say enough.
 
-    sensitivity, modules, tensors, whatif: the trace's tables of these names; the last two for `mxfp8` only, where
-    modules without its what-if are left out. Patterns are tested against all names in `modules`.
+    sensitivity, modules, tensors, whatif: the trace's tables of these names; the last two for `mxfp8` in traces that
+    hold no Delta2 of it. Modules of which nothing is known in MXFP8 are left out. Patterns are tested against all
+    names in `modules`.
     """
     operands = operand_sensitivity(sensitivity)
     operands = operands[operands["role"].isin(_FORWARD)]
-    left = _left(operands, tensors, whatif) if keep == MXFP8 else pd.Series(0.0, index=operands.index)
+    left, left_by = pd.Series(0.0, index=operands.index), EXACT
+    if keep == MXFP8:
+        left, left_by = _left_by_delta2(operands, sensitivity), DELTA2
+        if left.isna().all():
+            left, left_by = _left_by_output(operands, tensors, whatif), OUTPUT_ERROR
     flops = _flops(modules)
     saved: dict[str, float] = {}
     for name, part in operands.assign(saved=operands["predicted_kl"] * (1.0 - left)).groupby("module", observed=True):
@@ -94,6 +103,7 @@ def exclusion_curve(
         points=tuple(points),
         knee=knee,
         n_microbatches=int(used["n_microbatches"].min()),
+        left_by=left_by,
         framework=framework,
         patterns=tuple(exact_patterns(framework, chosen, modules["module"].astype(str).unique().tolist())),
     )
@@ -115,7 +125,16 @@ def exclusion_frame(curve: ExclusionCurve) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["k", "module", "flops_frac", "predicted_kl", "is_knee"])
 
 
-def _left(operands: pd.DataFrame, tensors: pd.DataFrame | None, whatif: pd.DataFrame | None) -> pd.Series:
+def _left_by_delta2(operands: pd.DataFrame, sensitivity: pd.DataFrame) -> pd.Series:
+    """Per operand Delta2 of MXFP8's error over that of its error now; NaN where it was not measured."""
+    wider = operand_sensitivity(sensitivity, component=MXFP8).set_index(list(OPERAND))["delta2"]
+    own = pd.MultiIndex.from_frame(operands[list(OPERAND)].astype(str))
+    wider.index = pd.MultiIndex.from_frame(wider.index.to_frame(index=False).astype(str))
+    left = wider.reindex(own).to_numpy(dtype=float) / operands["delta2"].where(operands["delta2"] > 0).to_numpy(float)
+    return pd.Series(left, index=operands.index)
+
+
+def _left_by_output(operands: pd.DataFrame, tensors: pd.DataFrame | None, whatif: pd.DataFrame | None) -> pd.Series:
     """Per operand the part of its output error that MXFP8 leaves; NaN where it was not measured."""
     nothing = pd.Series(np.nan, index=operands.index)
     if tensors is None or whatif is None:

@@ -70,7 +70,7 @@ class CorrectionScore:
     tensor_recovery: float | None
     """The same on the tensor itself, where the trace can tell."""
     cost_gemm: float
-    """Extra GEMM time, in passes of the GEMM it is applied to. Estimated, see `costs`."""
+    """Extra GEMM time, in FP4 passes of the GEMM it is applied to. Estimated from the device's rates, see `costs`."""
     bits_per_element: float
     cures: bool | None
     """Whether the predicted symptom falls under its gate; None when there is no symptom to cure."""
@@ -79,6 +79,10 @@ class CorrectionScore:
     is_eligible: bool
     """Gain, its lower bound and the recovery all pass their thresholds."""
     note: str = ""
+    engine_has_it: bool | None = None
+    """Whether the framework of the snippet has an option for it; None where no framework is in question."""
+    is_pareto: bool = False
+    """No other correction of the list gains as much at less cost, or more at the same."""
 
 
 @dataclass(frozen=True)

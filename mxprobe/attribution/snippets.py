@@ -65,6 +65,16 @@ def snippet_for(correction: str, where: Sequence[OperandGroup], framework: str, 
     return Snippet(framework, "python", f"{title}{note}{_fill(_TORCH_TEMPLATE, values)}")
 
 
+def has_option(correction: str, framework: str) -> bool:
+    """Whether the framework, or torchao under plain PyTorch, has an option for it; else it is emulated by hand."""
+    parsed = Correction.parse(correction)
+    if parsed.kind is CorrectionKind.KEEP_HIGH_PRECISION:
+        return True
+    if framework in TORCH_FRAMEWORKS:
+        return parsed.kind in _TORCHAO and parsed.parameter is not Rule.FLOOR_DIV
+    return (framework, parsed.kind) in _KNOBS
+
+
 def _comment(text: str) -> str:
     return indent("\n".join(wrap(text, 110)), "# ") + "\n"
 
@@ -278,6 +288,13 @@ policy:
         """
 # Megatron with TransformerEngine (slime, miles): NVFP4 in place of MXFP4.
 --fp4-format e2m1 --fp4-recipe nvfp4
+""",
+    ),
+    ("megatron", CorrectionKind.MXFP8): (
+        "bash",
+        """
+# Megatron with TransformerEngine (slime, miles): MXFP8 in place of MXFP4.
+--fp8-format e4m3 --fp8-recipe mxfp8
 """,
     ),
     ("megatron", CorrectionKind.NVFP4_4OVER6): (

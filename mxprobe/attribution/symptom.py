@@ -70,11 +70,17 @@ class RuleMismatch:
 
 @dataclass(frozen=True)
 class Fit:
-    """Realised against predicted output error of the quantized modules of one phase."""
+    """Realised against predicted output error of the quantized modules of one phase.
+
+    A module is far where its error has another size than its recipe predicts, or where the recipe's own rounding leaves
+    most of it unexplained: truncated codes, noise and old weights can be as large as some recipe's error by chance.
+    """
 
     phase: Phase
     n_quantized: int
     n_far: int
+    n_unexplained: int
+    """Of those far, the ones of another error than their recipe's."""
     n_exact: int
     median_log2: float
     """Median log2(realised / predicted); inf where the recipe predicts no error at all."""
@@ -155,11 +161,13 @@ def fit(measured: Measured, weights: Array, thresholds: Thresholds) -> list[Fit]
         sums = measured.outputs[phase]
         with np.errstate(divide="ignore"):
             ratio = np.log2(sums.realised(weights)[quantized]) - np.log2(sums.predicted(weights)[quantized])
+        unexplained = np.nan_to_num(sums.unexplained()[quantized]) > thresholds.unexplained
         found.append(
             Fit(
                 phase=phase,
                 n_quantized=int(quantized.sum()),
-                n_far=int((np.abs(ratio) > thresholds.far_log2).sum()),
+                n_far=int((unexplained | (np.abs(ratio) > thresholds.far_log2)).sum()),
+                n_unexplained=int(unexplained.sum()),
                 n_exact=int(sums.is_exact[quantized].sum()),
                 median_log2=float(np.median(ratio)),
             )

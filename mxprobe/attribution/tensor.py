@@ -70,7 +70,7 @@ def _score(
         parts = {"all": now, "scale": now - ideal, "grid": float(sums["sum_grid2"])}
         parts["saturated"] = float(sums["sum_e2_saturated"])
         recovery = recovery_of(component, 1.0 - left, now, parts)
-    cost = cost_of(correction)
+    cost = cost_of(correction, thresholds.device)
     score = CorrectionScore(
         correction=correction,
         tier=tier_of(correction),

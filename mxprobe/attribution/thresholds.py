@@ -5,6 +5,8 @@ from typing import Any
 
 from mxprobe.errors import UsageError
 
+from .devices import DEFAULT_DEVICE, DEVICES
+
 
 @dataclass(frozen=True)
 class Thresholds:
@@ -24,10 +26,14 @@ class Thresholds:
     so does a mean |log-probability difference| of `mismatch_floor_factor` times the floor of its dtype."""
     far_log2: float = 0.3
     """|log2(realised/predicted)| above which a module does not do what its recipe predicts."""
+    unexplained: float = 0.5
+    """Part of a module's error energy that its recipe leaves unexplained above which it is far, whatever its size."""
     far_share: float = 0.25
     """Share of quantized modules that must be far for `not_explained`."""
     mismatch_share: float = 0.1
     """Part of the Linears over the gate of `mismatch` with which layers explain a difference of log-probabilities."""
+    mismatch_one: float = 0.02
+    """Mismatch of a single Linear with which it explains such a difference, however few others differ."""
     component_share: float = 0.5
     """Share of the output error at which a component is named; below it, `mixed`."""
     where_error_frac: float = 0.2
@@ -43,6 +49,8 @@ class Thresholds:
     """A single tensor below it needs no correction; the gate used where there is no run."""
     n_resamples: int = 200
     """Bootstrap resamples of the probed steps behind the resample agreement."""
+    device: str = DEFAULT_DEVICE
+    """Whose GEMM rates costs are taken at, of `devices.DEVICES`."""
 
     def replace(self, **values: Any) -> "Thresholds":
         """A copy with some thresholds changed. UsageError when a name is unknown."""
@@ -52,5 +60,7 @@ class Thresholds:
             raise UsageError(
                 f"no threshold named {', '.join(unknown)}", remedy=f"use one of: {', '.join(sorted(known))}"
             )
+        if values.get("device", DEFAULT_DEVICE) not in DEVICES:
+            raise UsageError(f"no rates of device {values['device']!r}", remedy=f"use one of: {', '.join(DEVICES)}")
         merged = {name: getattr(self, name) for name in known} | values
         return Thresholds(**{name: type(getattr(self, name))(value) for name, value in merged.items()})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from . import evidence, ratios, words
 from .agreement import resample_agreement, with_held_out_gains
 from .coverage import coverage_of
 from .decision import Decision, decide
+from .devices import DEVICES
 from .exclusion import BF16, MXFP8, ExclusionCurve, exclusion_curve
 from .measured import Measured, measure
 from .recommendation import CorrectionScore, Recommendation, Snippet
 from .sentences import headline, what_would_change
-from .snippets import FRAMEWORKS, Emulated, snippet_for
+from .snippets import FRAMEWORKS, Emulated, has_option, snippet_for
 from .symptom import quantized_modules
 from .thresholds import Thresholds
 from .updates import update_visibility
@@ -47,14 +49,14 @@ def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: 
         shares=decision.shares,
         where=decision.where,
         chosen=decision.chosen,
-        corrections=_ordered(scores, decision.chosen),
+        corrections=_ordered(_with_options(scores, _framework(trace, framework)), decision.chosen),
         evidence=evidence.collect(trace, measured, decision, coverage, thresholds),
         agreement=resample_agreement(measured, decision, thresholds),
         coverage=coverage,
         thresholds=thresholds,
         what_would_change=what_would_change(decision, measured, thresholds),
         snippet=_snippet(trace, measured, decision, thresholds, framework),
-        caveats=tuple(_caveats(trace, measured, decision)),
+        caveats=tuple(_caveats(trace, measured, decision, thresholds)),
         exclusion=tuple(_exclusion(trace, _framework(trace, framework))),
         updates=update_visibility(trace.table("updates")),
     )
@@ -66,6 +68,23 @@ def _ordered(scores: tuple[CorrectionScore, ...], chosen: tuple[str, ...]) -> tu
         return first, score.tier, -score.gain if math.isfinite(score.gain) else math.inf
 
     return tuple(sorted(scores, key=key))
+
+
+def _with_options(scores: tuple[CorrectionScore, ...], framework: str) -> tuple[CorrectionScore, ...]:
+    """Scores with what the framework has an option for, and which of them no other beats in gain and cost."""
+
+    def beaten(score: CorrectionScore) -> bool:
+        return any(
+            other.gain >= score.gain
+            and other.cost_gemm <= score.cost_gemm
+            and (other.gain, -other.cost_gemm) != (score.gain, -score.cost_gemm)
+            for other in scores
+        )
+
+    return tuple(
+        replace(score, engine_has_it=has_option(score.correction, framework), is_pareto=not beaten(score))
+        for score in scores
+    )
 
 
 def _framework(trace: Trace, given: str | None) -> str:
@@ -118,12 +137,13 @@ _MISMATCH_FROM = {
 }
 
 
-def _caveats(trace: Trace, measured: Measured, decision: Decision) -> list[str]:
+def _caveats(trace: Trace, measured: Measured, decision: Decision, thresholds: Thresholds) -> list[str]:
     said = [
         _MISMATCH_FROM[measured.sides.log_probs is not None],
         _WEIGHTED_BY[measured.operands is not None and measured.operands.delta2 is not None],
         "Intervals and agreement treat probed steps as independent; training drifts, so they are somewhat narrow.",
-        "Costs are estimates from operation counts, not measurements on this device.",
+        f"Costs are estimates from operation counts and the peak rates of an {DEVICES[thresholds.device].words} "
+        "(--device), not measurements.",
     ]
     operands = measured.operands
     if operands is not None:

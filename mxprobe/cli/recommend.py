@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli import engines
 from mxprobe.errors import UsageError
 from mxprobe.printable import printable
 
@@ -24,15 +25,22 @@ _SHORT_SNIPPET_LINES = 12
 _AFTER_KNEE, _MAX_POINTS = 3, 24
 _CAPTION = (
     "gain: part of the GEMM-output error removed, measured; held: on steps that did not choose; recovery: part of the "
-    "named component mended; cost: extra GEMM passes, estimated; cures: symptom under its gate, predicted"
+    "named component mended; cost: extra GEMM passes, estimated; opt: the framework has an option for it; cures: "
+    "symptom under its gate, predicted; *: nothing else gains as much for less"
 )
 
 
 @click.command("recommend")
 @click.argument("trace", type=click.Path(path_type=Path))
+@engines.option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.recommend/1) on standard output.")
 @click.option("--explain", is_flag=True, help="Show all evidence, caveats, thresholds and the snippet.")
 @click.option("--framework", help="Whose option or code the snippet uses; by default the framework found in the trace.")
+@click.option(
+    "--device",
+    type=click.Choice(["b200", "b300", "mi355"]),
+    help="Whose GEMM rates costs are taken at; by default those of a B200.",
+)
 @click.option(
     "--threshold",
     "overrides",
@@ -40,7 +48,15 @@ _CAPTION = (
     metavar="NAME=VALUE",
     help="Change a gate, e.g. mismatch=0.01. Repeatable.",
 )
-def command(trace: Path, as_json: bool, explain: bool, framework: str | None, overrides: tuple[str, ...]) -> None:
+def command(
+    trace: Path,
+    engine: str,
+    as_json: bool,
+    explain: bool,
+    framework: str | None,
+    device: str | None,
+    overrides: tuple[str, ...],
+) -> None:
     """Say whether quantization hurts the run, which component, where, and which correction to switch on.
 
     The verdict rests on the trace alone. Numbers are called measured, predicted, or associated with: three
@@ -51,8 +67,10 @@ def command(trace: Path, as_json: bool, explain: bool, framework: str | None, ov
     from mxprobe.config import load
     from mxprobe.trace import open_trace
 
-    opened = open_trace(trace)
+    opened = open_trace(trace, engine=engine)
     thresholds = load(sections=("verdict",)).thresholds().replace(**dict(_parse(text) for text in overrides))
+    if device is not None:
+        thresholds = thresholds.replace(device=device)
     recommendation = recommend(opened, thresholds, framework=framework)
     for problem in opened.problems:
         click.echo(f"note: {printable(problem)}", err=True)
@@ -116,6 +134,12 @@ def show(
         out.print(f"[dim]{len(recommendation.caveats)} caveats: --explain[/]")
 
 
+_LEFT_BY = {
+    "delta2": "; what stays in the kept ones is the Delta2 of their error in that format",
+    "output_error": "; what stays in the kept ones is guessed from output errors, for this trace holds no Delta2 of it",
+}
+
+
 def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
     """The curve around its knee, and the pattern list of the modules up to it."""
     from rich.padding import Padding
@@ -125,7 +149,7 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
     kept_in = "BF16" if curve.keep == "keep_high_precision" else curve.keep.upper()
     out.print(
         f"\n[bold]Keeping modules in {kept_in}[/]: predicted KL against share of forward GEMM work "
-        f"(Delta2 of {curve.n_microbatches} microbatches)"
+        f"(Delta2 of {curve.n_microbatches} microbatches{_LEFT_BY.get(curve.left_by, '')})"
     )
     last = len(curve.points) - 1
     shown = sorted({*range(min(curve.knee + _AFTER_KNEE, last) + 1), last})
@@ -160,17 +184,19 @@ def _corrections(recommendation: Recommendation) -> Table:
     table.add_column("correction", no_wrap=True)
     for name in ("gain [95 %]", "held", "recovery", "cost"):
         table.add_column(_escape(name), justify="right", no_wrap=True)
+    table.add_column("opt", no_wrap=True)
     table.add_column("")  # the one that wraps where the terminal is narrow: no number may be cut off
     tiers = {score.correction: score.tier for score in recommendation.corrections}
     last = [name for name, tier in tiers.items() if tier == 1][-1:]
     for score in recommendation.corrections:
         chosen = score.correction in recommendation.chosen
         cells = (
-            _escape(score.correction),
+            _escape(score.correction) + ("*" if score.is_pareto else ""),
             _gain(score),
             _two(score.held_out_gain),
             _two(score.recovery),
-            f"{score.cost_gemm:g}",
+            f"{score.cost_gemm:.2g}",
+            {True: "yes", False: "no", None: "-"}[score.engine_has_it],
             _remark(score, is_chosen=chosen),
         )
         table.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)

@@ -76,6 +76,7 @@ _NUMERIC: Sequence[tuple[str, str]] = (
     ("recovery", "part of the named component mended in the GEMM output"),
     ("extra GEMM", "passes of the GEMM it is applied to, estimated"),
     ("bits", "per element"),
+    ("engine", "whether the framework of the snippet has an option for it"),
 )
 
 
@@ -85,14 +86,16 @@ def _row(score: CorrectionScore, recommendation: Recommendation, low: float) -> 
         ("already on", score.is_active),
         ("cures", score.cures),
         ("leaves the format", score.tier > 1),
+        ("Pareto", score.is_pareto),
     ]
     marks = [tag("span", text, class_="tag") for text, applies in tags if applies]
     numbers = [
         gain_text(score),
         "–" if score.held_out_gain is None else short(score.held_out_gain),
         percent(score.recovery),
-        f"{score.cost_gemm:g}",
-        f"{score.bits_per_element:g}",
+        f"{score.cost_gemm:.2g}",
+        f"{score.bits_per_element:.4g}",
+        {True: "has it", False: "no", None: "–"}[score.engine_has_it],
     ]
     name = [describe(score.correction), tag("code", score.correction)]
     note = tag("span", score.note, class_="side") if score.note else ""

@@ -3,12 +3,16 @@
 from typing import Any
 
 from mxprobe.attribution import Recommendation
-from mxprobe.attribution.exclusion import BF16, ExclusionCurve
+from mxprobe.attribution.exclusion import BF16, DELTA2, OUTPUT_ERROR, ExclusionCurve
 from mxprobe.attribution.words import update_words
 
 from .markup import Html, basis, card, chart, join, number, percent, scope, tag
 
 _KEPT_IN = {BF16: "BF16"}
+_LEFT_BY = {
+    DELTA2: " What stays in the kept modules is the Δ² of their own error in that format.",
+    OUTPUT_ERROR: " What stays in the kept modules is guessed from output errors: the trace has no Δ² of that format.",
+}
 _FILTERS = ("steps", "rank", "operands")
 
 
@@ -51,7 +55,7 @@ def _sentence(curve: ExclusionCurve) -> str:
     return (
         f"In {_name(curve)}: {curve.knee} of {len(curve.points) - 1} modules, {percent(knee.flops_frac)} of their "
         f"forward GEMM work, take the predicted KL from {before} to {after} nats a token (the knee; "
-        f"{curve.n_microbatches} replayed microbatches)."
+        f"{curve.n_microbatches} replayed microbatches).{_LEFT_BY.get(curve.left_by, '')}"
     )
 
 

@@ -66,7 +66,7 @@ def _sentence(phase: dict[str, Any], thresholds: Thresholds) -> str:
     common = recipes.value_counts()
     return (
         f"In {label}, {len(quantized)} of {n} modules are quantized, median realised error "
-        f"{percent(statistics.median(realised))}; {far} of them are far from predicted, and the recipe reproduces "
+        f"{percent(statistics.median(realised))}; {far} have another size than predicted; the recipe reproduces "
         f"{sum(phase['exact'])} of {n} exactly. Most common recipe: {common.index[0]} ({common.iloc[0]} of {n})."
     )
 

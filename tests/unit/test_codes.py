@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.codes import KEPT, Finding, WeightHistory, code_hash, copy_versions
+import mxprobe_kernels
+from mxprobe.agent.codes import KEPT, Finding, WeightHistory, codes_word, copy_versions
 from mxprobe.agent.recipes import Call, infer_recipe, quantize
 from mxprobe.agent.snapshot import Snapshot
 from mxprobe.agent.weights import MIN_WATCHED, WATCHED_BYTES, sample_watched, sample_weight, watched_features
@@ -95,8 +95,8 @@ def test_an_engine_three_steps_behind_is_named_with_step_and_lag(recipe: str):
     found = trainer.judge(trainer.weights[3], recipe)
     assert found.weight_lag == 3
     assert found.detail.startswith(f"{NAME} behind: rollout computes with the weights of step 103, 3 behind; codes ")
-    assert code_hash(trainer.weights[3]) in found.detail
-    assert code_hash(trainer.weights[6]) in found.detail
+    assert codes_word(trainer.weights[3]) in found.detail
+    assert codes_word(trainer.weights[6]) in found.detail
 
 
 def test_a_change_of_state_is_told_once_and_so_is_its_end():
@@ -179,10 +179,10 @@ def test_training_rows_ask_only_whether_the_module_uses_its_own_weight():
 
 def test_hashes_are_those_of_the_codes():
     w = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
-    assert code_hash(w) == code_hash(w * 1.0001)  # no code changes
-    assert code_hash(w) != code_hash(-w)
+    assert codes_word(w) == codes_word(w * 1.0001)  # no code changes
+    assert codes_word(w) != codes_word(-w)
     q = quantize(w, "mxfp4+rceil")
-    assert code_hash(w) == hashlib.blake2b((q + 0.0).numpy().tobytes(), digest_size=6).hexdigest() == code_hash(q)
+    assert codes_word(w) == codes_word(q) == f"{int(mxprobe_kernels.code_hash(w)) % 2**64:016x}"
 
 
 def test_copies_are_not_views():

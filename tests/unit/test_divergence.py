@@ -15,7 +15,7 @@ from torch import nn
 from mxprobe.agent.recipes import quantize
 from mxprobe.agent.replay.call import NotReplayableError, capture
 from mxprobe.agent.replay.paths import measure_floor, recomposed
-from mxprobe.agent.replay.residuals import Projection, blocks_of, difference
+from mxprobe.agent.replay.residuals import blocks_of, difference, projected
 from mxprobe.attribution.layers import first_divergence as first_of_frame
 from mxprobe.attribution.rollouts import LogProbs, measured_floor
 from mxprobe.divergence import first_divergence, load, sketch
@@ -57,11 +57,11 @@ class SplitK(nn.Linear):
 
 def test_the_sketch_keeps_lengths_and_is_the_same_everywhere():
     h = torch.randn(4000, 256, generator=torch.Generator().manual_seed(0))
-    ratio = Projection()(h).square().sum(-1) / h.double().square().sum(-1)
+    ratio = projected(h).square().sum(-1) / h.double().square().sum(-1)
     assert float(ratio.mean()) == pytest.approx(1.0, abs=0.02)
     assert float(ratio.std()) == pytest.approx((2 / 32) ** 0.5, rel=0.1)
-    assert torch.equal(Projection()(h), Projection()(h))
-    assert Projection()(torch.eye(3)).sign()[0, :6].tolist() == [-1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
+    assert torch.equal(projected(h), projected(h))
+    assert projected(torch.eye(3)).sign()[0, :6].tolist() == [1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
 
 
 def test_the_blocks_are_those_of_the_longest_list():

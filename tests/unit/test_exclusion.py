@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from mxprobe.agent.replay.arms import FORWARD_ROLES, replay_arms
 from mxprobe.agent.replay.call import capture
 from mxprobe.agent.replay.sensitivity import measure_sensitivity
-from mxprobe.attribution.exclusion import BF16, MXFP8, exclusion_curve, exclusion_frame, knee_of
+from mxprobe.attribution.exclusion import (
+    BF16,
+    DELTA2,
+    EXACT,
+    MXFP8,
+    OUTPUT_ERROR,
+    exclusion_curve,
+    exclusion_frame,
+    knee_of,
+)
 from mxprobe.attribution.patterns import exact_patterns
 from mxprobe.cli import main
 from mxprobe.trace import TraceWriter
@@ -65,7 +74,16 @@ def test_what_mxfp8_leaves_stays():
     assert curve is not None
     assert [point.module for point in curve.points] == ["", "a.up", "b.up"]  # c was not measured in MXFP8
     assert [point.predicted_kl for point in curve.points] == pytest.approx([5.0, 1.4, 0.9])
+    assert curve.left_by == OUTPUT_ERROR
     assert exclusion_curve(sensitivity(kl), found, keep=MXFP8) is None
+    own = sensitivity({"a.up": 1.0, "b.up": 0.1, "c.up": 0.2}).assign(component="mxfp8")
+    both = pd.concat([sensitivity(kl), own], ignore_index=True)
+    curve = exclusion_curve(both, found, keep=MXFP8, tensors=tensors, whatif=whatif)
+    assert curve is not None
+    assert curve.left_by == DELTA2
+    assert [point.module for point in curve.points] == ["", "a.up", "b.up", "c.up"]
+    assert [point.predicted_kl for point in curve.points] == pytest.approx([6.0, 3.0, 2.1, 1.3])
+    assert exclusion_curve(both, found).left_by == EXACT
     assert exclusion_curve(sensitivity(kl).iloc[:0], found, keep=BF16) is None
 
 

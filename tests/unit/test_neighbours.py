@@ -42,7 +42,7 @@ def test_block_statistics_against_their_definition():
     x = normal(8, 80)  # the last block of a row is short
     x[2, 32:64] = 0.0
     row = block_row(mxprobe_kernels.error_fields(x))
-    assert {*row} | {"format", "rule", "sampled_frac", "n_clusters", "micro_step", "time_ns", *PLACE} == {
+    assert {*row} | {"format", "rule", "placement", "sampled_frac", "n_clusters", "micro_step", "time_ns", *PLACE} == {
         name for name, _ in TABLES["blocks"]
     }
     q = mxprobe_kernels.quantize_dequantize(x)[0]

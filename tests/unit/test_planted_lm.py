@@ -11,38 +11,12 @@ import torch
 
 import mxprobe_kernels
 from mxprobe.attribution import Recommendation, Thresholds, recommend
-from mxprobe.schema import Component, Role, Verdict
+from mxprobe.schema import Component, Verdict
 from mxprobe.trace import open_trace
 from tests import planted_lm
-from tests.planted_lm import EXTENTS, KINDS, mxfp4, write_planted
+from tests.planted_lm import ACTS, EXTENTS, KINDS, is_right, mxfp4, names_a_wrong_component, write_planted
 
 QUICK = Thresholds().replace(n_resamples=20)
-COMPONENTS = {"scale": Component.SCALE, "deadzone": Component.DEADZONE, "grid": Component.GRID}
-MENDS = {
-    "scale": {"mbs:32", "mbs:64", "mbs:128"},
-    "deadzone": {"of:0.5", "of:1.0"},
-    "grid": {"of:0.5", "of:1.0", "nvfp4", "mxfp8", "keep_high_precision"},
-}
-ACTS = (Verdict.ENABLE, Verdict.UNDECIDED, Verdict.KEEP_HIGH_PRECISION)
-
-
-def is_right(kind: str, answer: Recommendation, planted: set[str]) -> bool:
-    if kind == "clean":
-        return answer.verdict in (Verdict.NONE_NEEDED, Verdict.NOTHING_QUANTIZED)
-    if kind == "stale":
-        return answer.verdict is Verdict.NOT_EXPLAINED
-    named = {module for group in answer.where for module in group.modules}
-    return (
-        answer.verdict in ACTS
-        and answer.component is COMPONENTS[kind]
-        and answer.chosen[0] in MENDS[kind]
-        and named <= planted
-        and {group.role for group in answer.where} == {Role.W_FWD}
-    )
-
-
-def names_a_wrong_component(kind: str, answer: Recommendation) -> bool:
-    return answer.verdict in ACTS and answer.component is not COMPONENTS.get(kind)
 
 
 def judge(directory: Path, kind: str, extent: str, seed: int) -> tuple[Recommendation, set[str]]:
@@ -76,7 +50,7 @@ def by_rule(rule: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def foreign(name: str, w: torch.Tensor) -> torch.Tensor:
-    """Kernels that are not ours: torchao's, one that rounds ties up, one with the floor of a quotient."""
+    """Kernels that are not ours: torchao's, one with ties up, one that cuts off, one with the floor of a quotient."""
     if name == "torchao":
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -90,6 +64,8 @@ def foreign(name: str, w: torch.Tensor) -> torch.Tensor:
     if name == "floor_div":
         return (planted_lm.nearest_code(z) * s).reshape(w.shape)
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    if name == "truncated":
+        return (torch.sign(z) * grid[torch.bucketize(z.abs(), grid, right=True) - 1] * s).reshape(w.shape)
     middles = (grid[1:] + grid[:-1]) / 2
     code = torch.bucketize(z.abs(), middles, right=True)  # half up
     return (torch.sign(z) * grid[code] * s).reshape(w.shape)
@@ -118,6 +94,19 @@ def test_half_up_ties_are_still_mxfp4_rounding(tmp_path: Path):
     assert answer.verdict in ACTS, answer.headline
     assert answer.component in (Component.GRID, Component.MIXED), answer.headline
     assert all(not name.startswith("mbs") for name in answer.chosen), answer.headline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extent", ["all", "half"])
+def test_codes_that_are_cut_off_are_no_rounding(extent: str, tmp_path: Path):
+    """Their error is as large as that of two rounded operands, which must not be taken for it."""
+    cut = lambda w: foreign("truncated", w)  # noqa: E731
+    trace, _ = write_planted(
+        tmp_path / "t", "natural", extent=extent, rollout=cut, elsewhere=mxfp4, kind_elsewhere="natural"
+    )
+    answer = recommend(open_trace(trace), QUICK)
+    assert answer.verdict is Verdict.NOT_EXPLAINED, answer.headline
+    assert answer.chosen == ()
 
 
 @pytest.mark.slow

@@ -280,6 +280,26 @@ def test_costs_rank_as_the_hardware_does() -> None:
         assert cost_of(name).note
 
 
+def test_costs_are_those_of_the_device() -> None:
+    assert cost_of("of:0.5", "b200").cost_gemm == cost_of("mxfp8", "b200").cost_gemm == 1.0  # a second FP4 pass, or FP8
+    assert cost_of("mxfp8", "b300").cost_gemm == pytest.approx(2.0)
+    assert cost_of("keep_high_precision", "b300").cost_gemm == pytest.approx(5.0)
+    assert cost_of("mxfp6_e2m3", "mi355").cost_gemm == 0.0
+    assert "emulation" in cost_of("nvfp4", "mi355").note
+    with pytest.raises(UsageError, match="no rates of device 'tpu'"):
+        Thresholds().replace(device="tpu")
+
+
+def test_the_list_says_what_the_engine_has_and_what_nothing_beats(recommendation: Recommendation) -> None:
+    scores = {score.correction: score for score in recommendation.corrections}
+    assert scores["rule:even"].engine_has_it  # torchao's fake quantization, under TRL
+    assert not scores["mbs:128"].engine_has_it
+    for score in scores.values():
+        better = [s for s in scores.values() if s.gain >= score.gain and s.cost_gemm < score.cost_gemm]
+        assert not (score.is_pareto and better), score.correction
+    assert any(score.is_pareto for score in scores.values())
+
+
 def test_not_finite_numbers_become_null(recommendation: Recommendation) -> None:
     score: CorrectionScore = replace(recommendation.corrections[0], gain_low=float("-inf"), recovery=float("nan"))
     data = replace(recommendation, corrections=(score,)).to_json()

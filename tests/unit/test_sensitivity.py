@@ -199,6 +199,49 @@ def test_samples_beyond_the_limit_of_rows_are_left_out():
     assert float(sensitivity.n_tokens) == 5 * 24
 
 
+def test_only_as_many_samples_as_are_measured_are_replayed():
+    """The same sums as of a batch of these samples alone, and one forward of that size."""
+    seen: list[int] = []
+
+    class Watched(small_lm.SmallLM):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            seen.append(len(input_ids))
+            return super().forward(input_ids)
+
+    torch.manual_seed(0)
+    model = Watched(n_layers=1)
+    ids, mask = small_lm.batch(10, 0), torch.rand(10, 24) < 0.5
+    call, modules = capture(model, (ids,), {}), small_lm.linears(model)
+    few = list(measure_sensitivity(call, modules, mask=mask, max_rows=72, seed=3).rows())
+    kept = torch.randperm(10, generator=torch.Generator().manual_seed(3))[:3].sort().values
+    alone = capture(model, (ids[kept],), {})
+    assert few == list(measure_sensitivity(alone, modules, mask=mask[kept], max_rows=72, seed=3).rows())
+    assert seen == [3, 3]
+
+
+@pytest.mark.parametrize("why", ["dropout", "shape"])
+def test_a_batch_that_cannot_be_cut_is_replayed_whole(why: str):
+    seen: list[int] = []
+
+    class Awkward(small_lm.SmallLM):
+        def __init__(self) -> None:
+            super().__init__(n_layers=1)
+            self.drop = nn.Dropout(0.1) if why == "dropout" else nn.Identity()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            seen.append(len(input_ids))
+            if why == "shape" and len(input_ids) != 10:
+                raise ValueError("ten, or nothing")
+            return self.drop(super().forward(input_ids))
+
+    torch.manual_seed(0)
+    model = Awkward()
+    call = capture(model, (small_lm.batch(10, 0),), {})
+    found = measure_sensitivity(call, small_lm.linears(model), max_rows=72)
+    assert seen == ([10] if why == "dropout" else [3, 10])
+    assert set(found.n_samples) == {3}
+
+
 def test_modules_take_turns_where_outputs_are_too_large():
     one_output = 16 * 24 * 64 * 4
     sensitivity = measure(small_lm.batch(16, HELD_OUT), max_output_bytes=3 * one_output)

@@ -269,7 +269,7 @@ def _compare(reference: Reference, output: PolicyOutput) -> torch.Tensor:
     entropy: torch.Tensor | None
     if reference.log_probs is not None and output.logits is not None and reference.tokens is not None:
         log_probs = torch.log_softmax(output.logits[:n].float(), -1)
-        kl = (reference.log_probs.exp() * (reference.log_probs - log_probs)).sum(-1)
+        kl = exact_kl(reference.log_probs, log_probs)
         shift = chosen(log_probs, reference.tokens) - reference.of_tokens
         entropy = entropy_of(log_probs)
     else:
@@ -280,6 +280,11 @@ def _compare(reference: Reference, output: PolicyOutput) -> torch.Tensor:
     sums = [(counted.double() * each.double()).sum() for each in (kl, shift, shift.square(), entropy_shift)]
     loss = unknown.sum() if output.loss is None or reference.loss is None else output.loss - reference.loss
     return torch.stack((counted.sum().double(), *sums, loss.double().reshape(())))
+
+
+def exact_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) of each position, float64 [B, T], from logits or log-probabilities [B, T, V]."""
+    return mxprobe_kernels.exact_kl(p.flatten(0, 1), q.flatten(0, 1)).reshape(p.shape[:2])
 
 
 def sequential_split(kl: Mapping[str, float]) -> dict[str, float]:

@@ -11,8 +11,8 @@ import enum
 import inspect
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -136,6 +136,29 @@ class _Budget:
         if type(value) is dict:
             return {key: self.copy(item, f"{where}[{key!r}]") for key, item in value.items()}
         raise NotReplayableError(f"{where} is a {type(value).__name__}, which a second forward could change")
+
+
+def is_by_sample(module: nn.Module) -> bool:
+    """Whether each sample's result is its own: neither dropout, which draws for the batch, nor batch norm is on."""
+    for each in module.modules():
+        name = type(each).__name__
+        draws = name.endswith("Dropout") and float(getattr(each, "p", 0.0)) > 0
+        if each.training and (draws or "BatchNorm" in name):
+            return False
+    return True
+
+
+def with_samples(call: Call, n_batch: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """The call with `change` made to every tensor argument whose first axis is the batch."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value) if value.dim() and value.shape[0] == n_batch else value
+        if type(value) in (list, tuple):
+            return type(value)(changed(item) for item in value)
+        return {key: changed(item) for key, item in value.items()} if type(value) is dict else value
+
+    return replace(call, args=changed(call.args), kwargs=changed(call.kwargs))
 
 
 @contextmanager

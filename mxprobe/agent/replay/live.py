@@ -32,6 +32,8 @@ MAX_GRADIENT_BYTES = 1 << 30
 """Larger gradients at the policy are not kept, and the arms of such a replay run forwards only."""
 HEAD_START = 10
 """The first sensitivity comes after a tenth of its period: a short attach is not charged, a long one soon has it."""
+KEPT_WIDER = ("mxfp8",)
+"""Corrections whose own Delta2 is measured beside the error's: what a module kept in that format would still do."""
 REPLAY_FACTOR = 20
 """A replay with all arms, gradients and directions, in times of one for sensitivity: benchmarks/sensitivity.py."""
 TableRow = tuple[str, "dict[str, Any]"]
@@ -223,6 +225,7 @@ class Replays:
                 mask=mask,
                 format=config.format,
                 rule=config.rule,
+                corrections=KEPT_WIDER,
                 seed=seed,
             )
             self._remaining &= sensitivity.skipped

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
 
-from mxprobe.agent.replay.arms import EXACT, HIGH, K3, Arm, arm_product, quantizer
-from mxprobe.agent.replay.call import Call, NotReplayableError, forward, replayed
+from mxprobe.agent.replay.arms import EXACT, HIGH, K3, Arm, arm_product, exact_kl, quantizer
+from mxprobe.agent.replay.call import Call, NotReplayableError, forward, is_by_sample, replayed, with_samples
 from mxprobe.agent.replay.linears import Intercept
 from mxprobe.agent.replay.policy import TOKEN_ARGUMENT, PolicyOutput, chosen, entropy_of, find_policy, given_tokens
 from mxprobe.agent.replay.residuals import Difference, Residuals, difference
@@ -66,8 +65,8 @@ def layer_row(name: str, depth: int, comparison: str, found: Difference, eps: fl
 
 def measure_floor(call: Call, modules: Mapping[str, nn.Linear], *, mask: torch.Tensor | None = None) -> Floor:
     """Two forwards of the batch, two of it recomposed. NotReplayableError for a model that draws or has no policy."""
-    if any(type(m).__name__.endswith("Dropout") and m.training and _p(m) > 0 for m in call.module.modules()):
-        raise NotReplayableError("dropout is on, which draws otherwise for another batch")
+    if not is_by_sample(call.module):
+        raise NotReplayableError("dropout or batch norm is on, which make of a sample what its batch is")
     exact: Product = arm_product(quantizer(HIGH))
     high = _run([call], modules, exact)
     parts = recomposed(call, high.policy.tensor.shape[0])
@@ -77,27 +76,12 @@ def measure_floor(call: Call, modules: Mapping[str, nn.Linear], *, mask: torch.T
     return Floor(_policy_floor(call, high.policy, other.policy, mask), layers, torch.finfo(own.dtype).eps)
 
 
-def _p(dropout: Any) -> float:
-    return float(getattr(dropout, "p", 0.0))
-
-
 def recomposed(call: Call, n_batch: int) -> list[Call]:
     """The same samples in batches of other sizes: one alone and two parts, or a single one beside a copy of itself."""
     if n_batch == 1:
-        return [_with_samples(call, 1, lambda x: torch.cat((x, x)))]
+        return [with_samples(call, 1, lambda x: torch.cat((x, x)))]
     ends = sorted({0, 1, (n_batch + 1) // 2, n_batch})
-    return [_with_samples(call, n_batch, lambda x, at=slice(*part): x[at]) for part in zip(ends, ends[1:])]
-
-
-def _with_samples(call: Call, n_batch: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-    def changed(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return change(value) if value.dim() and value.shape[0] == n_batch else value
-        if type(value) in (list, tuple):
-            return type(value)(changed(item) for item in value)
-        return {key: changed(item) for key, item in value.items()} if type(value) is dict else value
-
-    return replace(call, args=changed(call.args), kwargs=changed(call.kwargs))
+    return [with_samples(call, n_batch, lambda x, at=slice(*part): x[at]) for part in zip(ends, ends[1:])]
 
 
 def _run(calls: list[Call], modules: Mapping[str, nn.Linear], product: Product | None) -> Run:
@@ -145,8 +129,8 @@ def _policy_floor(call: Call, high: PolicyOutput, other: PolicyOutput, mask: tor
     counted = torch.ones(high.tensor.shape[:2], device=high.tensor.device) if read is None else read.float()
     entropy_shift = torch.full_like(counted, float("nan"))
     if high.logits is not None and other.logits is not None:
+        kl, estimator = exact_kl(high.logits[:n], other.logits[:n]), EXACT
         p, q = (torch.log_softmax(logits[:n].double(), -1) for logits in (high.logits, other.logits))
-        kl, estimator = (p.exp() * (p - q)).sum(-1), EXACT
         tokens = given_tokens(call.argument(TOKEN_ARGUMENT), high.logits.shape)
         shift = torch.full_like(kl, float("nan"))
         if tokens is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+import mxprobe_kernels
 from mxprobe.agent.guard import is_plain
 
 SKETCH = 32
@@ -50,20 +51,10 @@ def stream_of(output: Any) -> torch.Tensor | None:
     return stream if is_plain(stream) and stream.dim() == 3 and stream.is_floating_point() else None
 
 
-class Projection:
-    """[..., H] -> float64 [..., k]; the signs are made once per hidden size and device."""
-
-    def __init__(self) -> None:
-        self._signs: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        key = rows.shape[-1], rows.device
-        if key not in self._signs:
-            generator = torch.Generator()  # on the CPU: every machine draws the same
-            generator.manual_seed(_SEED)
-            drawn = torch.randint(0, 2, (rows.shape[-1], SKETCH), generator=generator)
-            self._signs[key] = ((drawn * 2 - 1).double() / SKETCH**0.5).to(rows.device)
-        return rows.detach().double() @ self._signs[key]
+def projected(rows: torch.Tensor) -> torch.Tensor:
+    """[..., H] -> float64 [..., k]; the signs are hashes, the same on every machine."""
+    columns = rows.detach().reshape(-1, rows.shape[-1]).T
+    return (mxprobe_kernels.row_sketch(columns, SKETCH, seed=_SEED).T / SKETCH**0.5).reshape(*rows.shape[:-1], SKETCH)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, found: torch.Tensor | None = None) -> Difference:
@@ -88,7 +79,6 @@ class Residuals:
         """Of the stream, once seen."""
         self._blocks = blocks_of(root)
         self._handles: list[Any] = []
-        self._project = Projection()
 
     def __enter__(self) -> Residuals:
         for name, block in self._blocks.items():
@@ -107,4 +97,4 @@ class Residuals:
             return
         self.dtype = stream.dtype
         with torch.no_grad():
-            self.sketches[name] = self._project(stream.reshape(-1, stream.shape[-1])[:MAX_TOKENS])
+            self.sketches[name] = projected(stream.reshape(-1, stream.shape[-1])[:MAX_TOKENS])

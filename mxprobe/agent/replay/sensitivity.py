@@ -26,7 +26,7 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.agent.guard import undisturbed
-from mxprobe.agent.replay.call import Call, NotReplayableError, forward, replayed
+from mxprobe.agent.replay.call import Call, NotReplayableError, forward, is_by_sample, replayed, with_samples
 from mxprobe.agent.replay.linears import Intercept, Recorded
 from mxprobe.agent.replay.policy import (
     TOKEN_ARGUMENT,
@@ -40,9 +40,10 @@ from mxprobe.schema import Role
 
 COMPONENTS = ("total", "scale", "deadzone", "grid")
 _N_PARTS = len(COMPONENTS) - 1
-CPU_MAX_ROWS = 512
+CPU_MAX_ROWS = 256
 DEVICE_MAX_ROWS = 2048
-"""Rows of whole samples whose errors are propagated; at least one sample."""
+"""Rows of whole samples that are replayed where the model takes samples one by one, and whose errors are propagated
+in any case; at least one sample."""
 MAX_LOGITS = 1 << 27
 """Elements of the logits of the samples measured."""
 CHUNK_ELEMENTS = 1 << 20
@@ -137,16 +138,43 @@ def measure_sensitivity(
     unknown correction. Nothing waits for the device.
     """
     errors = Errors(format, rule, tuple(corrections))
+    max_rows = max_rows or (CPU_MAX_ROWS if call.device_type == "cpu" else DEVICE_MAX_ROWS)
+    few, few_mask = _few_samples(call, mask, max_rows, seed)
+    recorded = record or modules
+
+    def measured(call: Call, mask: torch.Tensor | None) -> Sensitivity:
+        return _measure(call, modules, errors, mask, recorded, seed, n_probes, max_rows, max_output_bytes)
+
+    if few is not call:
+        try:
+            return measured(few, few_mask)
+        except NotReplayableError:
+            raise
+        except Exception:  # the model does not take its batch in parts
+            pass
+    return measured(call, mask)
+
+
+def _measure(
+    call: Call,
+    modules: Mapping[str, nn.Linear],
+    errors: Errors,
+    mask: torch.Tensor | None,
+    record: Collection[str],
+    seed: int,
+    n_probes: int,
+    max_rows: int,
+    max_output_bytes: int,
+) -> Sensitivity:
     with ExitStack() as stack:
         stack.enter_context(replayed(call, gradient=True))
-        intercept = stack.enter_context(Intercept(modules, record=record or modules, max_bytes=max_output_bytes))
+        intercept = stack.enter_context(Intercept(modules, record=record, max_bytes=max_output_bytes))
         policy = find_policy(forward(call))
         if policy is None:
             raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
         if not intercept.calls:
             raise NotReplayableError("no Linear's output carries a gradient (reentrant activation checkpointing)")
         n_batch = policy.tensor.shape[0]
-        max_rows = max_rows or (CPU_MAX_ROWS if call.device_type == "cpu" else DEVICE_MAX_ROWS)
         generator = torch.Generator(device=policy.tensor.device)
         generator.manual_seed(seed)
         samples = _choose_samples(intercept.calls, policy, max_rows, generator)
@@ -166,6 +194,24 @@ def measure_sensitivity(
         skipped=frozenset(intercept.skipped),
         unreached=frozenset(intercept.unreached),
     )
+
+
+def _few_samples(call: Call, mask: torch.Tensor | None, max_rows: int, seed: int) -> tuple[Call, torch.Tensor | None]:
+    """The call with as many of its samples as are measured, drawn at random; unchanged where it cannot be cut.
+
+    Samples are the rows of the token ids, which must be told from other arguments by their number alone.
+    """
+    ids = call.argument(TOKEN_ARGUMENT)
+    if not (isinstance(ids, torch.Tensor) and ids.dim() == 2 and is_by_sample(call.module)):
+        return call, mask
+    n_batch, n = ids.shape[0], max(max_rows // max(ids.shape[1], 1), 1)
+    if n >= n_batch or n_batch == ids.shape[1] or (mask is not None and mask.shape[0] != n_batch):
+        return call, mask
+    generator = torch.Generator(device=ids.device)
+    generator.manual_seed(seed)
+    kept = torch.randperm(n_batch, generator=generator, device=ids.device)[:n].sort().values
+    few = with_samples(call, n_batch, lambda x: x.index_select(0, kept.to(x.device)))
+    return few, None if mask is None else mask.index_select(0, kept.to(mask.device))
 
 
 def _choose_samples(
