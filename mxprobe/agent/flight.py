@@ -19,6 +19,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from mxprobe.agent.adapters.master import gradient_of
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.roots import named_modules, plain_name
@@ -69,7 +70,7 @@ class FlightTap:
         outputs, self._outputs, self._inside = self._outputs, {}, None
         gradients: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for name, parameter in self._parameters:
-            gradient = _local(parameter.grad)
+            gradient = _local(gradient_of(parameter))
             if gradient is not None and gradient.numel():
                 gradients.setdefault(gradient.device, []).append((name, gradient))
         found_gradients = [self._gradient_norms(device, each) for device, each in gradients.items()]

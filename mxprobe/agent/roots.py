@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mxprobe.agent.adapters.identity import Identity, note_stage
+from mxprobe.agent.adapters.master import is_stepped_by
 
 _GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -101,8 +102,9 @@ def trained_roots(seen: list[nn.Module], optimizer: torch.optim.Optimizer) -> tu
     They do not when the watch began in the middle of a forward and saw inner modules as roots.
     """
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    roots = outermost([m for m in seen if any(id(p) in owned for p in m.parameters())])
-    held = {id(p) for root in roots for p in root.parameters()}
+    roots = outermost([m for m in seen if any(is_stepped_by(p, owned) for p in m.parameters())])
+    parameters = [p for root in roots for p in root.parameters()]
+    held = {id(p) for p in parameters} | {id(getattr(p, "main_param", None)) for p in parameters}
     return roots, owned <= held
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent import black_box, noise
+from mxprobe.agent.adapters.master import is_stepped_by
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.adapters.tokens import token_group
 from mxprobe.agent.budget import Budget
@@ -369,7 +370,7 @@ class Session:
         if ours is not None and self._foreign[key] < FOREIGN_STEPS:
             return False
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in owned for entry in self._entries for p in entry.module.parameters()):
+        if not any(is_stepped_by(p, owned) for entry in self._entries for p in entry.module.parameters()):
             if ours is None and self._foreign[key] >= FOREIGN_STEPS:
                 self._remove("model_gone")
             return False
