@@ -16,19 +16,24 @@ from typing import Any
 
 import torch
 
-from mxprobe_kernels.blocks import rows_of
+from mxprobe_kernels.blocks import pad_rows, rows_of, tiles
 from mxprobe_kernels.decomposition import N_VALUES, Decomposition, empty
-from mxprobe_kernels.formats import MXFP4, Format, Rule
+from mxprobe_kernels.formats import MXFP4, Format, Rule, ScaleType
 from mxprobe_kernels.lite_statistics import Lite, from_decomposition
+from mxprobe_kernels.rounding import tensor_unit
+from mxprobe_kernels.torch_backend import finite_amax
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu", "libmxprobe_cpu.so")
 SHIPPED_LIBRARY = "libmxprobe_cpu.so"
 """Its name in the archive that an agent is loaded from, where the controller has it."""
 
-_INTERFACE = 3
+_INTERFACE = 4
 """Of dispatch.cpp: an older library beside newer Python is not used."""
 
 _LOADER: Any = __spec__.loader if __spec__ else None
+
+_TILE_ELEMENTS = 1 << 18
+"""Elements that are held in float32 blocks at one time, by formats beside MXFP4."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -64,10 +69,8 @@ def library() -> ctypes.CDLL | None:
         loaded.mxprobe_isas.restype = ctypes.c_char_p
         pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         loaded.mxprobe_statistics.argtypes = [pointer, i32, i64, i64, i64, *[i32] * 5, ctypes.c_char_p, pointer]
-        loaded.mxprobe_quantize.argtypes = [
-            *(pointer, i64, i32, i32, i32, ctypes.c_double, i32, i32, ctypes.c_double, i32),
-            *(ctypes.c_char_p, pointer, pointer),
-        ]
+        loaded.mxprobe_quantize.argtypes = [pointer, pointer, i64, i32, ctypes.c_char_p, pointer, pointer]
+        loaded.mxprobe_format_statistics.argtypes = [pointer, pointer, pointer, ctypes.c_char_p, pointer]
         current = loaded.mxprobe_interface() == _INTERFACE and loaded.mxprobe_values() == N_VALUES
         return loaded if current else None
     except (OSError, AttributeError):
@@ -80,8 +83,37 @@ def isas() -> tuple[str, ...]:
     return tuple(loaded.mxprobe_isas().decode().split(",")) if loaded else ()
 
 
-def supports(x: torch.Tensor, format: Format) -> bool:
-    return x.device.type == "cpu" and format == MXFP4 and library() is not None
+def supports(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and library() is not None
+
+
+class FormatRecord(ctypes.Structure):
+    """`mxprobe::Format` of quantize.hpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("block", "mantissa_bits", "min_exponent", "bias", "floor_bias")),
+        *((name, ctypes.c_int32) for name in ("max_exponent", "scale", "four_over_six")),
+        *((name, ctypes.c_double) for name in ("qmax", "unit")),
+    )
+
+    @classmethod
+    def of(cls, format: Format, rule: Rule, size: int, tensor_amax: torch.Tensor | None) -> FormatRecord:
+        """`size`: elements of a block; `tensor_amax`: float32 [], where the format has a scale for the tensor."""
+        unit = float(tensor_unit(tensor_amax, format)) if tensor_amax is not None and format.tensor_scale else 0.0
+        biases = format.amax_bias(rule), format.amax_bias(Rule.FLOOR)
+        scale = tuple(ScaleType).index(format.scale)
+        return cls(
+            *(size, format.mantissa_bits, format.min_exponent, *biases, format.max_exponent, scale),
+            *(format.four_over_six, format.qmax, unit),
+        )
+
+
+class _Grid(ctypes.Structure):
+    """`mxprobe::Grid` of quantize.hpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("rows", "across", "height", "width", "last_height", "last_width")
+    )
 
 
 @torch.no_grad()
@@ -91,14 +123,19 @@ def decompose(
     """As `torch_backend.decompose`; sums within 1e-6 of float64, codes, counts and histograms exact.
 
     `isa`: one of `isas()`, the best by default. `n_threads`: torch's own number by default; the result is the same.
-    ValueError where there is no library, or no such instruction set.
+    Formats beside MXFP4 are measured in double, in the calling thread. ValueError where there is no library, or no such
+    instruction set.
     """
+    if format != MXFP4:
+        return Decomposition(_format_statistics(x, format, rule, dim, isa), format.name, rule.value)
     return Decomposition(_statistics(x, format, rule, dim, False, isa, n_threads), format.name, rule.value)
 
 
 @torch.no_grad()
 def lite(x: torch.Tensor, format: Format, rule: Rule, dim: int, *, isa: str = "", n_threads: int | None = None) -> Lite:
-    """The always-on statistics at about three times the rate of `decompose`; everything else as there."""
+    """The always-on statistics at about three times the rate of `decompose` of MXFP4; everything else as there."""
+    if format != MXFP4:
+        return from_decomposition(decompose(x, format, rule, dim, isa=isa))
     values = _statistics(x, format, rule, dim, True, isa, n_threads)
     return from_decomposition(Decomposition(values, format.name, rule.value))
 
@@ -107,9 +144,7 @@ def _statistics(
     x: torch.Tensor, format: Format, rule: Rule, dim: int, lite: bool, isa: str, n_threads: int | None
 ) -> torch.Tensor:
     """float64 [N_VALUES]; under `lite` those that `Lite` is made of, zeros elsewhere."""
-    loaded = library()
-    if loaded is None or not supports(x, format):
-        raise ValueError("the CPU kernels were not built, or cannot take this tensor or format; use backend='torch'")
+    loaded = _library_for(x)
     rows = rows_of(x, dim)
     values = empty(x.device)
     if not rows.numel():
@@ -135,8 +170,36 @@ def _statistics(
         values.data_ptr(),
     )
     if failed:
-        raise ValueError(f"no kernel for instruction set {isa!r} here; known: {', '.join(isas())}")
+        raise _no_kernel(isa)
     return values
+
+
+def _format_statistics(x: torch.Tensor, format: Format, rule: Rule, dim: int, isa: str) -> torch.Tensor:
+    loaded = _library_for(x)
+    rows = rows_of(x, dim)
+    values = empty(x.device)
+    high = format.block_rows
+    record = FormatRecord.of(format, rule, format.block * high, finite_amax(rows) if format.tensor_scale else None)
+    for tile in tiles(rows, format.block, _TILE_ELEMENTS, high) if rows.numel() else ():
+        blocks = pad_rows(tile, format.block, high).contiguous()
+        n_rows, width = tile.shape
+        last = n_rows - (len(blocks) - 1) * high, width - (blocks.shape[1] - 1) * format.block
+        grid = _Grid(len(blocks), blocks.shape[1], high, format.block, *last)
+        pointers = ctypes.byref(record), blocks.data_ptr(), ctypes.byref(grid)
+        if loaded.mxprobe_format_statistics(*pointers, isa.encode(), values.data_ptr()):
+            raise _no_kernel(isa)
+    return values
+
+
+def _library_for(x: torch.Tensor) -> ctypes.CDLL:
+    loaded = library()
+    if loaded is None or not supports(x):
+        raise ValueError("the CPU kernels were not built, or cannot take this tensor; use backend='torch'")
+    return loaded
+
+
+def _no_kernel(isa: str) -> ValueError:
+    return ValueError(f"no kernel for instruction set {isa!r} here; known: {', '.join(isas())}")
 
 
 if getattr(_LOADER, "archive", None) is not None:

@@ -10,23 +10,16 @@ import ctypes
 
 import torch
 
-from mxprobe_kernels.cpu_backend import library
-from mxprobe_kernels.formats import Format, Rule, ScaleType
-
-_MAX_BLOCK = 1024
-"""Of quantize.cpp: 32 x 32, the largest square block."""
+from mxprobe_kernels.cpu_backend import FormatRecord, library
+from mxprobe_kernels.formats import Format, Rule
 
 
-def supports(blocks: torch.Tensor, format: Format) -> bool:
-    """Whether `quantize` takes float32 blocks of that format: not those that try two scales, nor HiF4.
-
-    A graph that torch.compile traces keeps the torch path, whose operations it can fuse.
+def supports(blocks: torch.Tensor) -> bool:
+    """Whether `quantize` takes these float32 blocks. A graph that torch.compile traces keeps the torch path, whose
+    operations it can fuse.
     """
     return (
-        format.scale in (ScaleType.E8M0, ScaleType.E4M3)
-        and not format.four_over_six
-        and format.block <= _MAX_BLOCK
-        and blocks.device.type == "cpu"
+        blocks.device.type == "cpu"
         and type(blocks) is torch.Tensor
         and not torch.compiler.is_compiling()
         and library() is not None
@@ -48,29 +41,15 @@ def quantize(
     `supports` is False or `isa` is unknown.
     """
     loaded = library()
-    if loaded is None or not supports(blocks, format):
+    if loaded is None or not supports(blocks):
         raise ValueError(f"the CPU library cannot quantize this tensor to {format.name}; use the torch path")
     x = blocks.detach().contiguous()
     q = torch.empty_like(x, dtype=dtype)
     exponents = torch.empty((*x.shape[:-1], 1), dtype=torch.int32)
-    unit = 0.0
-    if format.scale is ScaleType.E4M3:
-        assert tensor_amax is not None  # every format with E4M3 scales has one for the tensor
-        unit = float(tensor_amax.float() / (format.tensor_top * format.qmax)) or 1.0
+    record = FormatRecord.of(format, rule, x.shape[-1], tensor_amax)
     failed = loaded.mxprobe_quantize(
-        x.data_ptr(),
-        exponents.numel(),
-        format.block,
-        format.mantissa_bits,
-        format.min_exponent,
-        format.qmax,
-        format.amax_bias(rule),
-        format.max_exponent,
-        ctypes.c_double(unit),
-        dtype == torch.float64,
-        isa.encode(),
-        q.data_ptr(),
-        exponents.data_ptr(),
+        ctypes.byref(record),
+        *(x.data_ptr(), exponents.numel(), dtype == torch.float64, isa.encode(), q.data_ptr(), exponents.data_ptr()),
     )
     if failed:
         raise ValueError(f"no quantizer for instruction set {isa!r} here")

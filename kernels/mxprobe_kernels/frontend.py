@@ -40,7 +40,7 @@ def decompose(
     read x. ValueError for an unknown format, rule or backend, or a tensor that has no such axis.
     """
     record, chosen = get_format(format), get_rule(rule)
-    picked = pick_backend(backend, x, record)
+    picked = pick_backend(backend, x)
     if picked == "triton":
         from mxprobe_kernels import triton_backend
 
@@ -65,7 +65,7 @@ def lite(
     path, this costs as much as `decompose`. ValueError as there.
     """
     record, chosen = get_format(format), get_rule(rule)
-    picked = pick_backend(backend, x, record)
+    picked = pick_backend(backend, x)
     if picked == "triton":
         from mxprobe_kernels import triton_backend
 
@@ -78,14 +78,14 @@ def lite(
     return from_decomposition(torch_backend.decompose(x, record, chosen, dim))
 
 
-def pick_backend(backend: str, x: torch.Tensor, format: Format) -> str:
+def pick_backend(backend: str, x: torch.Tensor) -> str:
     """The backend to use. ValueError for one that is unknown, or that cannot take this tensor."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if backend == "auto":
         if x.device.type == "cuda" and has_triton():
             return "triton"
-        return "cpu" if cpu_backend.supports(x, format) else "torch"
+        return "cpu" if cpu_backend.supports(x) else "torch"
     if backend == "triton" and not has_triton():
         raise ValueError("backend 'triton': triton is not installed here; use backend='torch'")
     return backend

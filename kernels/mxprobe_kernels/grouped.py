@@ -62,7 +62,7 @@ def decompose_grouped(
         raise ValueError(f"offsets must be on {x.device}, as x is, not on {offsets.device}")
     if record.block_rows > 1:
         raise ValueError(f"{record.name} has square blocks, which tokens of several experts would share")
-    picked = pick_backend(backend, x, record)
+    picked = pick_backend(backend, x)
     along_tokens = dim == 0
     if picked == "triton" and record.name == "mxfp4":
         from mxprobe_kernels import triton_grouped

@@ -16,7 +16,7 @@ def quantized(
 
     Q is rounded once, from float64. In float32 it is exact for power-of-two scales, but an infinity past its range.
     """
-    if dtype in (torch.float32, torch.float64) and cpu_quantizer.supports(blocks, format):
+    if dtype in (torch.float32, torch.float64) and cpu_quantizer.supports(blocks):
         tensor_amax = torch_backend.finite_amax(blocks) if format.tensor_scale else None
         return cpu_quantizer.quantize(blocks, format, rule, tensor_amax, dtype)
     q, scales = torch_backend.quantized_blocks(blocks, format, rule)

@@ -40,7 +40,7 @@ def correction_errors(
     `apply_correction` and `decompose`.
     """
     base = get_rule(rule)
-    picked = pick_backend(backend, x, MXFP4)
+    picked = pick_backend(backend, x)
     rows = rows_of(x, dim)
     found: list[torch.Tensor] = []
     for correction in corrections:

@@ -14,7 +14,7 @@ import torch
 from mxprobe.attach.archive import write_archive
 from mxprobe_kernels import build_cpu, cpu_backend, decompose, lite, torch_backend
 from mxprobe_kernels.columns import COUNTS, ENERGY_SUMS
-from mxprobe_kernels.formats import MXFP4, NVFP4, Rule
+from mxprobe_kernels.formats import FORMATS, MXFP4, NVFP4, Format, Rule
 from tests.cases import Case, disagreements, golden_cases, hard_tensors
 
 ROOT = Path(__file__).parents[2]
@@ -84,17 +84,30 @@ def test_narrow_rows_are_measured_as_one_long_row():
 
 
 @built
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
+def test_every_format(format: Format):
+    """In double, and by the same operations as the torch path: codes, counts and histograms exact, sums to 1e-12."""
+    for i, (name, x) in enumerate(hard_tensors()):
+        isa, rule, dim = ISAS[i % len(ISAS)], (Rule.RCEIL, Rule.FLOOR)[i % 2], i // 2 % 2
+        measured = cpu_backend.decompose(x, format, rule, dim, isa=isa).to_dict()
+        expected = torch_backend.decompose(x, format, rule, dim).to_dict()
+        assert disagreements(measured, expected, 1e-6 if format == MXFP4 else 1e-12) == [], (name, isa)
+
+
+@built
 @pytest.mark.slow
 def test_a_hundred_million_elements():
-    """0 differing counts and histograms, sums within 1e-6, over dtypes, scales, rules and directions."""
+    """0 differing counts and histograms, sums within 1e-6, over dtypes, scales, rules and directions, on every ISA."""
     g = torch.Generator().manual_seed(2)
     seen = 0
     for i in range(48):
         x = torch.randn(1024, 2048, generator=g) * 2.0 ** (8 * (i % 5) - 16)
         x = x.to((torch.float32, torch.bfloat16, torch.float16)[i % 3])
-        rule, dim = list(Rule)[i % 6], (i // 6) % 2
-        measured = cpu_backend.decompose(x, MXFP4, rule, dim).to_dict()
-        assert disagreements(measured, torch_backend.decompose(x, MXFP4, rule, dim).to_dict(), 1e-6) == []
+        rule, dim = list(Rule)[i // 3 % 6], i // 18 % 2
+        expected = torch_backend.decompose(x, MXFP4, rule, dim).to_dict()
+        for isa in ISAS:
+            measured = cpu_backend.decompose(x, MXFP4, rule, dim, isa=isa).to_dict()
+            assert disagreements(measured, expected, 1e-6) == [], (isa, x.dtype, rule, dim)
         seen += x.numel()
     assert seen > 1e8
 
@@ -144,8 +157,10 @@ def test_what_it_cannot_take_is_answered_in_words():
     x = torch.ones(1, 32)
     with pytest.raises(ValueError, match="no kernel for instruction set 'mmx' here; known: "):
         cpu_backend.decompose(x, MXFP4, Rule.RCEIL, 1, isa="mmx")
+    with pytest.raises(ValueError, match="no kernel for instruction set 'mmx' here; known: "):
+        cpu_backend.decompose(x, NVFP4, Rule.RCEIL, 1, isa="mmx")
     with pytest.raises(ValueError, match="use backend='torch'"):
-        cpu_backend.decompose(x, NVFP4, Rule.RCEIL, 1)
+        cpu_backend.decompose(x.to("meta"), NVFP4, Rule.RCEIL, 1)
 
 
 SHIPPED = """

@@ -19,7 +19,8 @@ namespace mxprobe {
 #define DECLARE(ISA) \
   namespace ISA { \
   void statistics(const Tile&, double*); \
-  void quantize(const Quantize&, const float*, int64_t, void*, bool, int32_t*); \
+  void quantize(const Format&, const float*, int64_t, void*, bool, int32_t*); \
+  void format_statistics(const Format&, const float*, const Grid&, double*); \
   }
 #define X(name, feature) DECLARE(name)
 #include "isas.inc"
@@ -42,6 +43,7 @@ struct Choice {
   const char* name;
   Kernel kernel;
   Quantizer quantizer;
+  FormatKernel format_kernel;
 };
 
 std::vector<Choice> available() {
@@ -49,9 +51,9 @@ std::vector<Choice> available() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #define X(name, feature) \
-  if (feature) found.push_back({#name, name::statistics, name::quantize});
+  if (feature) found.push_back({#name, name::statistics, name::quantize, name::format_statistics});
 #else
-#define X(name, feature) found.push_back({#name, name::statistics, name::quantize});
+#define X(name, feature) found.push_back({#name, name::statistics, name::quantize, name::format_statistics});
 #endif
 #include "isas.inc"
 #undef X
@@ -112,7 +114,7 @@ EXPORT const char* mxprobe_isas() {
 EXPORT int mxprobe_values() { return kValues; }
 
 // Changes with the signatures below.
-EXPORT int mxprobe_interface() { return 3; }
+EXPORT int mxprobe_interface() { return 4; }
 
 // x [n_rows, n_columns], unit stride along columns -> values[kValues], of which `lite` fills those of Tile::lite.
 // 0, or -1 when `isa` is not to be had.
@@ -157,14 +159,21 @@ EXPORT int mxprobe_statistics(const void* x, int dtype, int64_t n_rows, int64_t 
 
 // x [n_blocks, block] -> q of the same shape, float or double, and the exponent of each block's scale, -127 where it is
 // no power of two. 0, or -1 when `isa` is not to be had.
-EXPORT int mxprobe_quantize(const float* x, int64_t n_blocks, int block, int mantissa_bits, int min_exponent, double qmax,
-                            int32_t bias, int max_exponent, double unit, int to_double, const char* isa, void* q,
+EXPORT int mxprobe_quantize(const Format* format, const float* x, int64_t n_blocks, int to_double, const char* isa, void* q,
                             int32_t* exponents) {
   const Choice* choice = choose(isa);
-  if (!choice || block > 1024) return -1;
+  if (!choice) return -1;
   KeepSubnormals guard;
-  choice->quantizer({block, mantissa_bits, min_exponent, qmax, bias, max_exponent, unit}, x, n_blocks, q, to_double != 0,
-                    exponents);
+  choice->quantizer(*format, x, n_blocks, q, to_double != 0, exponents);
+  return 0;
+}
+
+// Blocks x [rows, across, block] of a matrix -> values[kValues], added to what is there (amax: the larger). 0, or -1.
+EXPORT int mxprobe_format_statistics(const Format* format, const float* x, const Grid* grid, const char* isa, double* values) {
+  const Choice* choice = choose(isa);
+  if (!choice) return -1;
+  KeepSubnormals guard;
+  choice->format_kernel(*format, x, *grid, values);
   return 0;
 }
 
