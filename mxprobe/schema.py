@@ -133,7 +133,10 @@ SPAN: Columns = (("n_steps", "int64"), ("last_step", "int64"))
 """Columns of the tables in `THINNED`, beside those in `TABLES`. A row as it was measured has 1 and its own `step`; one
 that adds up several steps of its operand says how many, and the last of them: they lie in `step` to `last_step`."""
 
-THINNED: tuple[str, ...] = ("tensors", "outputs", "whatif", "blocks", "gradients", "updates", "overhead")
+THINNED: tuple[str, ...] = (
+    *("tensors", "outputs", "whatif", "blocks", "gradients", "sensitivity"),
+    *("updates", "overhead"),
+)
 """Tables whose old steps the writer may add up: those with a row per operand or step, and sums in it."""
 
 TABLES: dict[str, Columns] = {

@@ -39,6 +39,8 @@ class AttachOptions:
     duration_s: float | None = None
     """Leave after so long; None means until told to."""
     retention: Retention = field(default_factory=Retention)
+    copy_to: str | None = None
+    """URL that the trace is copied to while it is written."""
     wait_s: float = 0.0
     """Keep trying for so long while a process has not yet imported torch."""
     via: str | None = None
@@ -104,7 +106,14 @@ class Group:
         if options.job is not None:
             facts["job"] = dict(options.job)
         pids = [m.process.pid for m in self._members]
-        self._trace = RunTrace(options.directory, pids, facts, beside=options.beside, retention=options.retention)
+        self._trace = RunTrace(
+            options.directory,
+            pids,
+            facts,
+            beside=options.beside,
+            retention=options.retention,
+            copy_to=options.copy_to,
+        )
         with signals_handled(self._interrupt):
             threads = [
                 threading.Thread(target=self._serve, args=(m, self._trace), name=f"attach-{m.process.pid}")

@@ -12,6 +12,7 @@ from mxprobe.metrics import canonicalize
 from mxprobe.protocol import Frame
 from mxprobe.trace import Retention, TraceWriter
 from mxprobe.trace.layout import looks_like_trace
+from mxprobe.trace.remote import Mirror
 
 # Of one process, and the same for all; at the top level of `run.json` only.
 _SHARED = ("config", "command_line", "started_ns")
@@ -44,6 +45,7 @@ class RunTrace:
         run: facts for `run.json` that are no single process's.
         beside: those of the pids that are no rank; they get the last partitions.
         retention: how much of the trace stays at full resolution.
+        copy_to: URL that the trace is copied to while it is written.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class RunTrace:
         *,
         beside: Container[int] = (),
         retention: Retention | None = None,
+        copy_to: str | None = None,
     ) -> None:
         self.directory = directory
         self._pids = set(pids)
         self._n = len(self._pids)
         self._beside = beside
         self._retention = retention
+        self._copy_to = copy_to
         self._run = dict(run)
         self._ranks: dict[int, dict[str, Any]] = {}
         self._refused: dict[int, dict[str, Any]] = {}
@@ -67,6 +71,8 @@ class RunTrace:
         self._writer: TraceWriter | None = None
         self._gone: dict[int, tuple[float, int, str]] = {}
         """Rank that is gone without a word -> when (monotonic), its last step, and what is to be said of it."""
+        self.lost: list[str] = []
+        """In words, the ranks that others have outlived."""
         self._lock = threading.RLock()
 
     def claim(self, pid: int, wanted: int) -> int:
@@ -84,7 +90,8 @@ class RunTrace:
     def open(self) -> TraceWriter:
         with self._lock:
             if self._writer is None:
-                self._writer = TraceWriter(self.directory, self._facts(), retention=self._retention)
+                mirror = None if self._copy_to is None else Mirror(self.directory, self._copy_to)
+                self._writer = TraceWriter(self.directory, self._facts(), retention=self._retention, mirror=mirror)
             return self._writer
 
     def set_rank(self, rank: int, facts: Mapping[str, Any]) -> None:
@@ -115,6 +122,7 @@ class RunTrace:
             lost = [rank for rank, (at, _, _) in self._gone.items() if now - at > OUTLIVED_S]
             for rank in lost:
                 _, step, words = self._gone.pop(rank)
+                self.lost.append(words)
                 event = {"step": [step], "time_ns": [time.time_ns()], "kind": ["rank_lost"], "detail": [words]}
                 self.open().append("events", event, rank=rank)
 
@@ -161,6 +169,11 @@ class TraceRecorder:
         self._mismatch = MismatchWatch()
         self._opened = False
         self._lock = threading.Lock()
+
+    @property
+    def lost_ranks(self) -> list[str]:
+        """In words, those of the run that others have outlived."""
+        return self._trace.lost
 
     def claim_rank(self, wanted: int) -> None:
         """Before the first row. Taken with it: a process that is refused takes no number from the others."""

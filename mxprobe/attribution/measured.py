@@ -4,7 +4,6 @@ A cluster is a probed step, summed over ranks and micro steps. Above 64 of them,
 into 64 blocks: a block bootstrap, which respects that neighbouring steps are alike, at a bounded cost.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-import pyarrow as pa
 
 from mxprobe.schema import Phase, Role
-from mxprobe.trace import Trace, columns
+from mxprobe.trace import Trace
+from mxprobe.trace.aggregation import BIN, Aggregation
 from mxprobe_kernels.formats import Rule
 
 from .rollouts import Sides, both_sides
@@ -174,13 +173,14 @@ class _Axes:
     n_clusters: int
     module_index: dict[str, int]
 
-    def place(self, rows: Any) -> tuple[Indices, Indices, Indices]:
-        """[T, M, R] of rows of forward operands."""
-        return (
-            self._cluster(rows.column("step").to_numpy()),
-            columns.codes(rows, "module", self.module_index),
-            columns.codes(rows, "role", _ROLE_INDEX),
-        )
+    @property
+    def bins(self) -> dict[int, int]:
+        """Step -> cluster."""
+        return dict(zip(self.steps.tolist(), self._cluster(self.steps).tolist(), strict=True))
+
+    def place(self, rows: pd.DataFrame) -> tuple[Indices, Indices, Indices]:
+        """[T, M, R] of sums over forward operands."""
+        return rows[BIN].to_numpy(dtype=np.intp), self.module(rows), _roles(rows)
 
     def cluster(self, frame: pd.DataFrame) -> Indices:
         return self._cluster(frame["step"].to_numpy())
@@ -203,18 +203,14 @@ class _Forward:
 
 
 def _forward_operands(trace: Trace) -> _Forward:
-    found: dict[Phase, list[pd.DataFrame]] = {Phase.ROLLOUT: [], Phase.TRAIN: []}
-    rules: dict[Phase, Counter[str]] = {phase: Counter() for phase in found}
-    for chunk in trace.chunks("tensors", (*_KEYS, "rule")):
-        for phase, parts in found.items():
-            part = _judged(chunk, phase)
-            if part.num_rows:
-                parts.append(part.select(["step", "module", "role"]).to_pandas().drop_duplicates())
-                rules[phase].update(part.column("rule").to_pandas().dropna().astype(str).value_counts().to_dict())
-    phase = Phase.ROLLOUT if found[Phase.ROLLOUT] else Phase.TRAIN
-    nothing = pd.DataFrame({"step": np.empty(0, np.int64), "module": [], "role": []})
-    together = pd.concat(found[phase] or [nothing], ignore_index=True).drop_duplicates()
-    return _Forward(phase, max(rules[phase], key=rules[phase].__getitem__, default=""), together)
+    judged = {"role": list(_ROLE_INDEX), "phase": [Phase.ROLLOUT.value, Phase.TRAIN.value]}
+    found = trace.sums(Aggregation("tensors", (*_KEYS, "rule"), where=judged))
+    in_rollout = found["phase"] == Phase.ROLLOUT.value
+    phase = Phase.ROLLOUT if in_rollout.any() else Phase.TRAIN
+    rows = found[in_rollout] if in_rollout.any() else found
+    by_rule = rows.groupby("rule", observed=True)["n_rows"].sum()
+    together = rows[["step", "module", "role"]].drop_duplicates(ignore_index=True)
+    return _Forward(phase, str(by_rule.idxmax()) if len(by_rule) else "", together)
 
 
 def _output_sums(rows: pd.DataFrame, axes: _Axes) -> OutputSums:
@@ -270,20 +266,17 @@ def correction_of(recipe_side: str) -> str:
 
 def _operand_sums(trace: Trace, forward: _Forward, recipes: tuple[tuple[str, str], ...], axes: _Axes) -> OperandSums:
     shape = (axes.n_clusters, len(axes.module_index), len(FORWARD_ROLES))
+    judged = {"role": list(_ROLE_INDEX), "phase": [forward.phase.value]}
+    place = (BIN, "module", "role")
     base = {name: np.zeros(shape) for name in _TENSOR_SUMS}
-    for chunk in trace.chunks("tensors", (*_KEYS, *_TENSOR_SUMS)):
-        rows = _judged(chunk, forward.phase)
-        _add_into(base, axes.place(rows), rows)
-    named = (chunk.column("correction").unique().to_pylist() for chunk in trace.chunks("whatif", ("correction",)))
-    corrections = tuple(dict.fromkeys(str(name) for names in named for name in names if name is not None))
+    rows = trace.sums(Aggregation("tensors", place, _TENSOR_SUMS, judged, axes.bins))
+    _put_into(base, axes.place(rows), rows)
+    corrections = tuple(trace.sums(Aggregation("whatif", ("correction",)))["correction"].dropna().astype(str))
     positions = {name: index for index, name in enumerate(corrections)}
     after = {name: np.zeros((len(corrections), *shape)) for name in _WHATIF_SUMS}
-    for chunk in trace.chunks("whatif", (*_KEYS, "correction", *_WHATIF_SUMS)):
-        rows = _judged(chunk, forward.phase)
-        which, (cluster, module, role) = columns.codes(rows, "correction", positions), axes.place(rows)
-        known = (which >= 0) & (module >= 0) & np.isin(rows.column("step").to_numpy(), axes.steps)
-        index = tuple(each[known] for each in (which, cluster, module, role))
-        _add_into(after, index, rows if known.all() else rows.filter(pa.array(known)))
+    rows = trace.sums(Aggregation("whatif", ("correction", *place), _WHATIF_SUMS, judged, axes.bins))
+    rows = rows[axes.module(rows) >= 0]
+    _put_into(after, (_codes(rows["correction"], positions), *axes.place(rows)), rows)
     for column, role in enumerate(FORWARD_ROLES):
         if role is Role.W_FWD:
             _carry_over(base, column)
@@ -317,12 +310,6 @@ def _delta2(trace: Trace, axes: _Axes) -> Array | None:
     return found
 
 
-def _judged(chunk: Any, phase: Phase) -> Any:
-    """Rows of forward operands in a phase: a third of a trace, or less."""
-    role, in_phase = columns.codes(chunk, "role", _ROLE_INDEX), columns.codes(chunk, "phase", {phase.value: 0})
-    return chunk.filter(pa.array((role >= 0) & (in_phase >= 0)))
-
-
 def _roles(frame: pd.DataFrame) -> Indices:
     return _codes(frame["role"], _ROLE_INDEX)
 
@@ -341,11 +328,10 @@ def _sum_into(shape: Sequence[int], index: tuple[Indices, ...], values: pd.Serie
     return total
 
 
-def _add_into(totals: dict[str, Array], index: tuple[Indices, ...], rows: Any) -> None:
-    """totals[name][index] += the column of that name, null and NaN as 0."""
+def _put_into(totals: dict[str, Array], index: tuple[Indices, ...], rows: pd.DataFrame) -> None:
+    """totals[name][index] = the column of that name, missing as 0."""
     for name, total in totals.items():
-        numbers = rows.column(name).to_numpy()
-        np.add.at(total, index, np.where(np.isfinite(numbers), numbers, 0.0))
+        total[index] = rows[name].fillna(0.0).to_numpy()
 
 
 def _carry_over(sums: dict[str, Array], column: int) -> None:

@@ -65,7 +65,11 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     help="Every actor of a Ray cluster that trains or logs, e.g. `auto`; on other nodes by a task there.",
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Trace directory; default ./NAME-PID-TIME.mxprobe."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Trace directory; default ./NAME-PID-TIME.mxprobe. Of a URL (s3://BUCKET/NAME.mxprobe), ./NAME.mxprobe, "
+    "which is copied there as it grows.",
 )
 @_setting("--every", "every", click.IntRange(min=1), "Probe every N-th step.")
 @_setting("--weights-every", "weights_every", click.IntRange(min=1), "Decompose the weights every N-th step.")
@@ -153,6 +157,8 @@ def command(
     logs and runs no model is attached for its metrics alone.
     """
     from mxprobe.attach.entry import check_reachable
+    from mxprobe.trace.remote import check_reachable as check_store
+    from mxprobe.trace.remote import name_of, url_of
 
     found = _targets(pids, job=job, ray=ray, wait_s=wait or 0.0)
     if found.nodes:
@@ -163,6 +169,10 @@ def command(
     if len(processes) == 1:
         check_reachable(processes[0], via=via)
     lead = pids[0] if pids else processes[0].pid
+    copy_to = None if output is None else url_of(output)
+    if copy_to is not None:
+        check_store(copy_to)
+        output = Path(name_of(copy_to))
     directory = output or Path(f"{processes[0].name}-{lead}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
     config = AgentConfig(
         every=every,
@@ -187,6 +197,7 @@ def command(
             directory,
             config,
             duration_s=duration,
+            copy_to=copy_to,
             retention=Retention(*(keep or (None, None)), max_trace or None),
             wait_s=wait or 0.0,
             via=via,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli import engines
 from mxprobe.errors import EXIT_BREACHED, UsageError
 from mxprobe.printable import printable
 
@@ -25,6 +26,7 @@ _SHOWN_PER_LIMIT = 10
     help="Limits from this file instead of the nearest mxprobe.toml or pyproject.toml.",
 )
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a limit, e.g. max_nmse=0.02.")
+@engines.option
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 @click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write JUnit XML to this file, too.")
 @click.pass_context
@@ -33,6 +35,7 @@ def command(
     trace: Path,
     config: Path | None,
     assignments: tuple[str, ...],
+    engine: str,
     as_json: bool,
     junit: Path | None,
 ) -> None:
@@ -45,7 +48,7 @@ def command(
     from mxprobe.trace import open_trace
 
     settings = load(config=config, assignments=assignments, sections=("verdict", "check"))
-    opened = open_trace(trace)
+    opened = open_trace(trace, engine=engine)
     result = check_trace(opened, settings)
     if junit is not None:
         try:

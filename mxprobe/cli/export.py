@@ -22,6 +22,7 @@ _TRACKERS = ("tensorboard", "wandb", "trackio")
     type=click.Path(path_type=Path, file_okay=False),
     help="Directory of the files; default TRACE-csv, TRACE-json, ... For a tracker, where it keeps its runs.",
 )
+@click.option("--upload", metavar="URL", help="Copy the trace to an object store, e.g. s3://BUCKET/NAME.mxprobe.")
 @click.option("--table", "tables", multiple=True, metavar="NAME", help="With --format: only this table; repeatable.")
 @click.option("--ratios", is_flag=True, help="With --format: append NMSE, output error, ... to the rows of `tensors`.")
 @click.option("--overwrite", is_flag=True, help="With --format: replace files that are there.")
@@ -34,6 +35,7 @@ def command(
     format_name: str | None,
     tracker_name: str | None,
     output: Path | None,
+    upload: str | None,
     tables: tuple[str, ...],
     ratios: bool,
     overwrite: bool,
@@ -46,18 +48,24 @@ def command(
 
     Prints the path of each file written, or where the run is.
     """
-    if (format_name is None) == (tracker_name is None):
+    if sum(way is not None for way in (format_name, tracker_name, upload)) != 1:
         raise UsageError(
-            "give either --format or --to",
-            remedy=f"--format {'|'.join(_FORMATS)} writes tables, --to {'|'.join(_TRACKERS)} logs curves",
+            "give one of --format, --to and --upload",
+            remedy=f"--format {'|'.join(_FORMATS)} writes tables, --to {'|'.join(_TRACKERS)} logs curves, "
+            "--upload copies the trace as it is",
         )
     if follow and tracker_name is None:
         raise UsageError("--follow goes with --to", remedy="files are written once the recording has ended")
     from mxprobe.exporting import FileFormat, Tracker, export_files, export_to, follow_to
     from mxprobe.trace import open_trace
 
-    stem = trace.resolve()
-    run_name, runs = name or stem.stem, output or Path("runs" if tracker_name == "tensorboard" else ".")
+    if upload is not None:
+        from mxprobe.trace.remote import upload as copy
+
+        copy(open_trace(trace).directory, upload)
+        click.echo(upload)
+        return
+    run_name, runs = name or trace.resolve().stem, output or Path("runs" if tracker_name == "tensorboard" else ".")
     if follow:
         where = follow_to(
             Tracker(tracker_name),
@@ -74,7 +82,7 @@ def command(
     for problem in opened.problems:
         click.echo(f"note: {problem}", err=True)
     if format_name is not None:
-        directory = output or stem.with_name(f"{stem.stem}-{format_name}")
+        directory = output or opened.place.with_name(f"{opened.place.stem}-{format_name}")
         paths = export_files(
             opened, directory, FileFormat(format_name), tables=tables, with_ratios=ratios, overwrite=overwrite
         )

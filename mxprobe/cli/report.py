@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from mxprobe.cli import engines
 from mxprobe.errors import UsageError
 
 
@@ -26,8 +27,9 @@ from mxprobe.errors import UsageError
     metavar="B",
     help="Lay this trace over TRACE, and say what changed from TRACE to it.",
 )
+@engines.option
 @click.option("--json", "as_json", is_flag=True, help="Print a machine-readable summary on standard output.")
-def command(trace: Path, output: Path | None, against: Path | None, as_json: bool) -> None:
+def command(trace: Path, output: Path | None, against: Path | None, engine: str, as_json: bool) -> None:
     """Write one offline HTML page: verdict, signals, where the error is, what would help, and the evidence.
 
     The page makes no network request and can be mailed or archived as it is.
@@ -39,14 +41,13 @@ def command(trace: Path, output: Path | None, against: Path | None, as_json: boo
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
 
-    opened = open_trace(trace)
-    directory = opened.directory.resolve()
-    path = output or directory.with_name(f"{directory.name.removesuffix('.mxprobe')}.html")
+    opened = open_trace(trace, engine=engine)
+    path = output or opened.place.with_name(f"{opened.place.name.removesuffix('.mxprobe')}.html")
     thresholds = load(sections=("verdict",)).thresholds()
     command_line = shlex.join(["mxprobe", *sys.argv[1:]])
     b = None
     if against is not None:
-        other = open_trace(against)
+        other = open_trace(against, engine=engine)
         b = (other, recommend(other, thresholds), compare(opened, other, thresholds))
     try:
         report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line, b=b)

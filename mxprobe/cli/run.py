@@ -76,7 +76,11 @@ def _emulation(text: str) -> dict[str, str]:
 
 def _attach_later(pid: int, output: Path, *, ranks: bool, record: bool) -> None:
     """Start `mxprobe attach` beside the job, as nobody's child: the job must not come to wait for it."""
-    output.mkdir(parents=True, exist_ok=True)
+    from mxprobe.trace.remote import name_of, url_of
+
+    url = url_of(output)
+    beside = output if url is None else Path(name_of(url))
+    beside.mkdir(parents=True, exist_ok=True)
     attach = [sys.executable, "-m", "mxprobe", "attach", str(pid), "-o", str(output), "--wait", _WAIT_FOR_TORCH]
     attach += [*(["--job"] if ranks else []), *(["--record"] if record else [])]
     became_job, until_exec = os.pipe()  # closed on exec: its end says that this process has become the job
@@ -88,7 +92,7 @@ def _attach_later(pid: int, output: Path, *, ranks: bool, record: bool) -> None:
     try:
         os.setsid()
         if os.fork() == 0:
-            log = os.open(output / "mxprobe.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            log = os.open(beside / "mxprobe.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(log, 1)
             os.dup2(log, 2)

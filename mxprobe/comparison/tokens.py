@@ -4,10 +4,12 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from mxprobe.errors import UsageError
 from mxprobe.trace import Trace
+from mxprobe.trace.aggregation import Aggregation, combined, framed, partial
 from mxprobe.trace.arrow import columns_of
 
 METRIC = "tokens_seen"
@@ -50,6 +52,10 @@ class TokenTrace(Trace):
             mapped = self._by_tokens(piece, columns)
             if mapped.num_rows:
                 yield mapped
+
+    def sums(self, aggregation: Aggregation) -> pd.DataFrame:
+        rows = self.chunks(aggregation.table, aggregation.columns)
+        return framed(combined((partial(piece, aggregation) for piece in rows), aggregation), aggregation)
 
     def _by_tokens(self, data: Any, columns: Collection[str] | None) -> Any:
         step = data.column("step").to_numpy()

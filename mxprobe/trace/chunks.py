@@ -29,11 +29,16 @@ def chunks(
     """
     wanted = {*columns, "step"} if steps is not None else set(columns)
     for source in sources(directory, table):
-        if source.is_live:
-            for piece in pieces(table, source.stream(), wanted):
-                yield from _finished(piece, source.rank, steps)
-        else:
-            yield from _of_part(source, table, wanted, steps)
+        yield from source_chunks(source, table, wanted, steps)
+
+
+def source_chunks(source: Source, table: str, columns: set[str], steps: Sequence[range] | None = None) -> Iterator[Any]:
+    """The same of one file."""
+    if source.is_live:
+        for piece in pieces(table, source.stream(), columns):
+            yield from _finished(piece, source.rank, steps)
+    else:
+        yield from _of_part(source, table, columns, steps)
 
 
 def count_rows(directory: Path, table: str) -> int:

@@ -100,6 +100,12 @@ def part_files(directory: Path, table: str, rank: int | None = None) -> list[Par
     return _split_parts(directory, table, rank)[0]
 
 
+def is_part_name(relative: str) -> bool:
+    """Whether a path in a trace directory is a part's."""
+    table, _, rest = relative.partition("/")
+    return table in TABLES and _PART.fullmatch(rest.rpartition("/")[2]) is not None
+
+
 def covered_parts(directory: Path, table: str) -> list[Part]:
     """Parts that a longer one holds as well: what a writer that was stopped in between has left."""
     return _split_parts(directory, table)[1]

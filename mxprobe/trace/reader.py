@@ -15,20 +15,28 @@ from mxprobe.errors import TraceError
 from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, TABLES
 
 from . import layout
+from .aggregation import Aggregation, aggregate
 from .arrow import UNREADABLE, check_readable, conform, damaged, select, table_schema
 from .chunks import chunks
 from .identity import apart, conflicting
+from .remote import fetch, url_of
 from .sources import Source, sources
 from .thinning import Windows
 
 
-def open_trace(path: Path | str) -> "Trace":
-    """Open the trace directory at `path`. Tables are read on first use.
+def open_trace(path: Path | str, *, engine: str = "arrow") -> "Trace":
+    """Open the trace directory at `path`, or at a URL that fsspec knows (`s3://...`). Tables are read on first use.
+
+    `engine` is what large tables are summed with: see `mxprobe.trace.aggregation.ENGINES`.
 
     Raises:
-        TraceError: no such directory, not a trace, or one that only a newer mxprobe can read.
+        TraceError: no such directory, not a trace, one that only a newer mxprobe can read, or a store out of reach.
     """
-    return Trace(Path(path))
+    url = url_of(path)
+    trace = Trace(Path(path) if url is None else fetch(url))
+    trace.url = url
+    trace.engine = engine
+    return trace
 
 
 class Trace:
@@ -40,6 +48,11 @@ class Trace:
 
     axis = "step"
     """What the column `step` counts: optimizer steps, unless it is another view of a trace."""
+
+    engine = "arrow"
+    """What `sums` runs on."""
+    url: str | None = None
+    """Where the directory was copied from."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -117,6 +130,11 @@ class Trace:
         return self.run.get("closed_ns") is not None
 
     @property
+    def place(self) -> Path:
+        """The path beside which what is made of it goes; in the working directory where the trace has a URL."""
+        return self.directory.resolve() if self.url is None else Path.cwd() / self.directory.name
+
+    @property
     def is_live(self) -> bool:
         """Whether a process was writing it when it was opened."""
         return self._is_live
@@ -127,6 +145,8 @@ class Trace:
         found = list(self._problems)
         if self._is_live:
             found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
+        elif self.run.get("copied_while_written"):
+            found.append("The trace was still being written when this was copied; rows that were live are missing.")
         elif not self.is_complete and (self.run or layout.live_files(self.directory)):
             found.append(f"The writer died before closing the trace; {self._last_row()}.")
         for table in {file.table for file in layout.live_files(self.directory)}:
@@ -172,6 +192,15 @@ class Trace:
         except TraceError:
             return frozenset()  # whoever reads that table will be told
         return conflicting(pd.concat(seen, ignore_index=True)) if seen else frozenset()
+
+    def sums(self, aggregation: Aggregation) -> pd.DataFrame:
+        """Sums over a table by keys, in the order of the keys, with `n_rows`; names as categories.
+
+        Raises:
+            TraceError: a file is damaged.
+            UsageError: `engine` is unknown or not installed.
+        """
+        return aggregate(self.directory, aggregation, self.engine)
 
     def _n_rows(self, name: str) -> int:
         return sum(source.n_rows() for source in sources(self.directory, name))

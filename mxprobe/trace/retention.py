@@ -9,10 +9,10 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,9 +28,9 @@ from .thinning import Windows, thinned
 
 MAX_WINDOWS = 64
 """As many as the verdict tells apart."""
-MIN_FULL_STEPS = 8
+MIN_FULL_STEPS = 4
 """Newest probed steps that a full trace still has at full resolution."""
-_BEGIN, _END = 0.65, 0.5
+_BEGIN, _END = 0.75, 0.6
 """Shares of `max_bytes`: parts beyond the first are thinned until they are below the second. Live files and the part
 that is being written take the rest."""
 LIVE_SHARE = 0.1
@@ -54,6 +54,19 @@ class Retention:
     @property
     def limits_anything(self) -> bool:
         return any(limit is not None for limit in (self.keep_steps, self.keep_s, self.max_bytes))
+
+
+class _Old(NamedTuple):
+    part: layout.Part
+    first: int
+    """The first step of its first window, and of its last one."""
+    last: int
+    n_bytes: int
+    is_changed: bool
+
+    def precedes(self, other: "_Old") -> bool:
+        """Whether the other part comes next."""
+        return self.part.rank == other.part.rank and self.part.last + 1 == other.part.first
 
 
 class Keeper:
@@ -168,33 +181,37 @@ class Keeper:
         self._made_under = {path: made for path, made in self._made_under.items() if path.exists()}
 
     def _runs(self, table: str) -> list[list[layout.Part]]:
-        """Neighbouring parts that the windows change, as many as one part may hold."""
-        runs: list[list[layout.Part]] = []
-        size = 0
-        for part in layout.part_files(self._directory, table):
-            if not self._is_changed(part):
-                continue
-            n_bytes = part.path.stat().st_size
-            last = runs[-1][-1] if runs else None
-            follows = last is not None and last.rank == part.rank and last.last + 1 == part.first
-            if follows and size + n_bytes <= self._max_part_bytes:
-                runs[-1].append(part)
-                size += n_bytes
+        """Neighbouring parts to put together: those that the windows change, or that have a window in common."""
+        runs: list[list[_Old]] = []
+        for old in self._old_parts(table):
+            before = runs[-1][-1] if runs else None
+            if (
+                before is not None
+                and before.precedes(old)
+                and (old.is_changed or before.is_changed or old.first == before.last)
+                and sum(each.n_bytes for each in runs[-1]) + old.n_bytes <= self._max_part_bytes
+            ):
+                runs[-1].append(old)
             else:
-                runs.append([part])
-                size = n_bytes
-        return runs
+                runs.append([old])
+        return [[old.part for old in run] for run in runs if len(run) > 1 or run[0].is_changed]
 
-    def _is_changed(self, part: layout.Part) -> bool:
-        try:
-            file = Source(part.path, part.rank, is_live=False, hold=False).parquet()
-            bounds = [group_steps(file, group) for group in range(file.num_row_groups)]
-        except FAILURES:
-            return False
-        first = min((each[0] for each in bounds if each is not None), default=self._windows.until)
-        last = max((each[1] for each in bounds if each is not None), default=self._windows.until)
-        made = self._made_under.get(part.path)
-        return first < self._windows.until and (made is None or not made.agrees(self._windows, first, last))
+    def _old_parts(self, table: str) -> Iterator["_Old"]:
+        """Parts with steps that are added up; what cannot be read is left alone."""
+        for part in layout.part_files(self._directory, table):
+            with contextlib.suppress(*FAILURES):
+                file = Source(part.path, part.rank, is_live=False, hold=False).parquet()
+                groups = [found for group in range(file.num_row_groups) if (found := group_steps(file, group))]
+                first, last = min((each[0] for each in groups), default=0), max((each[1] for each in groups), default=0)
+                if not groups or first >= self._windows.until:
+                    continue
+                made = self._made_under.get(part.path)
+                yield _Old(
+                    part,
+                    *(int(each) for each in self._windows.first_of(np.array([first, last]))),
+                    part.path.stat().st_size,
+                    made is None or not made.agrees(self._windows, first, last),
+                )
 
     @property
     def _max_part_bytes(self) -> int:

@@ -22,7 +22,7 @@ Steps = npt.NDArray[np.int64]
 
 _LARGEST = frozenset({"time_ns", "amax", "n_dropped", "n_errors", "sent_bytes", "last_step"})
 _LEAST = frozenset({"micro_step", "sampled_frac", "from_step", "rank_output_error", "rank_zeroed"})
-_NAMES = frozenset({"weight_lag", "expert", "top_k"})  # a number that names, beside all names and truth values
+_NAMES = frozenset({"weight_lag", "expert", "top_k", "probe"})  # numbers that name, beside all names and truth values
 _NONE = np.iinfo(np.int64).min
 
 

@@ -19,6 +19,7 @@ from . import layout
 from .arrow import columns_of, live_schema
 from .background import Compactor
 from .compaction import compact_live
+from .remote import Mirror
 from .retention import FAILURES, LIVE_SHARE, Keeper, Retention
 
 ROTATE_BYTES = 64 * 1024 * 1024
@@ -38,6 +39,7 @@ class TraceWriter:
         run: facts about the run for `run.json`, any JSON values.
         rotate_bytes: size at which a live file becomes a Parquet part.
         retention: how much stays at full resolution; `run.json` says what was added up, as `thinned`.
+        mirror: is told of new parts, and finished with the trace.
 
     Raises:
         TraceError: the directory already holds a trace, or cannot be written.
@@ -50,6 +52,7 @@ class TraceWriter:
         *,
         rotate_bytes: int = ROTATE_BYTES,
         retention: Retention | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.directory = Path(directory)
         try:
@@ -69,6 +72,7 @@ class TraceWriter:
                 remedy="choose another directory with -o, or remove that one",
             )
         self._lock_descriptor = lock
+        self._mirror = mirror
         self._mutex = threading.Condition()
         self._rotate_bytes = rotate_bytes
         self._retention = retention or Retention()
@@ -142,7 +146,8 @@ class TraceWriter:
         What the retention no longer keeps is added up, too.
 
         Raises:
-            TraceError: the disk takes no more; what is not compacted stays in the live files.
+            TraceError: the disk takes no more; what is not compacted stays in the live files. Or the mirror could not
+                be finished, which takes nothing from the trace.
         """
         with self._mutex:
             if self._closed:
@@ -159,6 +164,8 @@ class TraceWriter:
                 raise self._refused("cannot turn the live files into Parquet", error) from None
             finally:
                 os.close(self._lock_descriptor)
+        if self._mirror is not None:
+            self._mirror.finish()
 
     def abandon(self) -> None:
         """Stop writing and leave the trace open-ended, as if the process had died: readable, not complete."""
@@ -210,6 +217,8 @@ class TraceWriter:
         with self._mutex:
             self._backlog_bytes -= size_bytes
             self._mutex.notify_all()
+        if self._mirror is not None:
+            self._mirror.poke()
 
     def _say_thinned(self, windows: dict[str, Any]) -> None:
         self.update_run(thinned=windows)

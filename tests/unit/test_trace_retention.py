@@ -106,7 +106,7 @@ def test_totals_stay_the_same_and_recent_steps_stay_whole(
     until = thin.run["thinned"]["until"]
     newest = [rows[rows["step"] >= until] for rows in (thin.tensors(), full.tensors())]
     pd.testing.assert_frame_equal(*(rows.reset_index(drop=True) for rows in newest), check_categorical=False)
-    assert newest[0]["step"].nunique() >= 8
+    assert newest[0]["step"].nunique() >= 4
     spans = thin.tensors()
     assert (spans["last_step"] >= spans["step"]).all()
     assert (spans[spans["step"] >= until]["n_steps"] == 1).all()
@@ -118,17 +118,18 @@ def test_totals_stay_the_same_and_recent_steps_stay_whole(
 
 
 def test_the_disk_that_a_trace_takes_is_bounded_all_the_time(tmp_path: Path) -> None:
-    limit = 800_000
+    limit = 500_000
     rng = np.random.default_rng(0)
     directory, largest = tmp_path / "run.mxprobe", 0
     with TraceWriter(directory, {}, retention=Retention(max_bytes=limit)) as writer:
-        for step in range(150):
+        for step in range(200):
             writer.append("tensors", rows_of_step(step, rng), rank=step % 3)
             largest = max(largest, size_of(directory))
     assert largest <= limit
     assert 0.3 * limit < size_of(directory) <= limit
     rows = open_trace(directory).tensors()
-    assert rows["n_steps"].sum() == 150 * 2 * len(MODULES)
+    assert rows["n_steps"].sum() == 200 * 2 * len(MODULES)
+    assert len(layout.part_files(directory, "tensors")) < 20
     widths = (rows["last_step"] - rows["step"])[rows["n_steps"] > 1]
     assert widths.max() > 4 * widths.min()  # the older, the wider
 
@@ -191,7 +192,7 @@ def test_every_column_of_a_table_that_is_thinned_is_summed_or_said_otherwise(tab
         "sampled_frac",
         "amax",
         "from_step",
-        "weight_lag",
+        "weight_lag", "probe",
         "n_dropped",
         "n_errors",
         "sent_bytes",

@@ -1,0 +1,235 @@
+"""A trace in an object store, by any URL that fsspec knows: copied there while it is written, and back to be read.
+
+Acknowledged means on the local disk, always: a store that is slow or gone costs nothing but the copy. Only finished
+parts and `run.json` travel; live files do when they have become parts. Needs the extra `s3`, or for other stores their
+fsspec filesystem.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from mxprobe.errors import TraceError, UsageError
+
+from . import layout
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)", re.IGNORECASE)
+_TRIES = 3
+_WAIT_S = 2.0
+_TEMPORARY = re.compile(r"\.(tmp|lock)$")
+
+
+def url_of(path: Path | str) -> str | None:
+    """The URL that a command was given for a path (`pathlib` takes one of its slashes); None for a local path."""
+    match = _URL.fullmatch(str(path))
+    return f"{match[1]}://{match[2]}".rstrip("/") if match and not Path(path).exists() else None
+
+
+def name_of(url: str) -> str:
+    """The last part of a URL, by which a local directory is called."""
+    return url.rpartition("/")[2]
+
+
+def check_reachable(url: str) -> None:
+    """UsageError if a new trace cannot be written there: asked before anybody is attached to."""
+    fs, root = _filesystem(url)
+    probe = f"{root}/.mxprobe"
+    try:
+        taken = fs.exists(f"{root}/{layout.RUN_FILE}")
+        fs.pipe_file(probe, b"")
+        fs.rm_file(probe)
+    except Exception as error:  # every store raises its own
+        raise _refused(url, error) from None
+    if taken:
+        raise UsageError(f"{url} already holds a trace", remedy="name another one with -o, or remove that one")
+
+
+def fetch(url: str) -> Path:
+    """A local copy of the trace at a URL, under the user's cache; only what has changed since the last time travels.
+
+    Raises:
+        TraceError: the store cannot be reached, or there is nothing.
+        UsageError: fsspec, or what it needs for such URLs, is not installed.
+    """
+    fs, root = _filesystem(url)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    local = cache / "mxprobe" / hashlib.sha256(url.encode()).hexdigest()[:16] / name_of(url)
+    try:
+        fs.invalidate_cache()
+        found: dict[str, Any] = fs.find(root, detail=True)
+    except Exception as error:
+        raise _refused(url, error) from None
+    if not found:
+        raise TraceError(f"no trace at {url}: nothing is there", remedy="give the URL that `mxprobe attach -o` got")
+    known = _known(local)
+    stamps: dict[str, str] = {}
+    local.mkdir(parents=True, exist_ok=True)
+    for path, info in sorted(found.items()):
+        relative = path.removeprefix(root).lstrip("/")
+        target = local / relative
+        if not target.resolve().is_relative_to(local.resolve()):
+            continue  # a name with `..`: nothing of ours
+        stamps[relative] = f"{info.get('size')} {info.get('ETag') or info.get('mtime') or info.get('LastModified')}"
+        if target.exists() and known.get(relative) == stamps[relative]:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp")
+        try:
+            fs.get_file(path, str(temporary))
+        except Exception as error:
+            temporary.unlink(missing_ok=True)
+            raise _refused(url, error) from None
+        os.replace(temporary, target)
+    for path in local.rglob("*"):
+        if path.is_file() and str(path.relative_to(local)) not in stamps:
+            path.unlink()
+    layout.write_json(_stamps(local), stamps)
+    return local
+
+
+def upload(directory: Path, url: str) -> None:
+    """Copy a finished trace to a URL; what is there already does not travel again.
+
+    Raises:
+        TraceError: the store cannot be reached, or refuses.
+    """
+    try:
+        _sync(directory, url, closed=True)
+    except Exception as error:
+        raise _refused(url, error) from None
+
+
+class Mirror:
+    """Copies a trace that is being written, in a thread of its own. Whatever fails is tried again with the next part.
+
+    Args:
+        directory: of the local trace.
+        url: where the copy goes.
+    """
+
+    def __init__(self, directory: Path, url: str) -> None:
+        self._directory = directory
+        self.url = url
+        self._due = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def poke(self) -> None:
+        """There are new parts."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="trace-upload", daemon=True)
+            self._thread.start()
+        self._due.set()
+
+    def finish(self) -> None:
+        """Copy the rest. TraceError if it cannot be done: the local trace is complete."""
+        self._closed = True
+        if self._thread is not None:
+            self._due.set()
+            self._thread.join()
+        for left in reversed(range(_TRIES)):
+            try:
+                _sync(self._directory, self.url, closed=True)
+                return
+            except Exception as error:
+                if not left:
+                    refused = _refused(self.url, error)
+                    raise TraceError(
+                        f"the trace is complete in {self._directory}, its copy is not: {refused.what}",
+                        cause=refused.cause,
+                        remedy=f"mxprobe export {self._directory} --upload {self.url}",
+                    ) from None
+                time.sleep(_WAIT_S)
+
+    def _work(self) -> None:
+        while not self._closed:
+            self._due.wait()
+            self._due.clear()
+            if not self._closed:
+                with contextlib.suppress(Exception):  # with the next part, or at the end, again
+                    _sync(self._directory, self.url, closed=False)
+
+
+def _sync(directory: Path, url: str, *, closed: bool) -> None:
+    """Parts first, then `run.json`, then the removal of parts that others hold as well."""
+    fs, root = _filesystem(url)
+    fs.invalidate_cache()
+    there = {path.removeprefix(root).lstrip("/"): info.get("size") for path, info in fs.find(root, detail=True).items()}
+    ours: dict[str, int] = {}
+    for path in directory.rglob("*"):
+        relative = path.relative_to(directory)
+        is_live = relative.parts[0] == layout.LIVE_DIRECTORY and not closed
+        if not is_live and not relative.name.startswith(".") and not _TEMPORARY.search(relative.name):
+            with contextlib.suppress(FileNotFoundError):  # put together with others meanwhile
+                if path.is_file():
+                    ours[str(relative)] = path.stat().st_size
+    for relative, size in sorted(ours.items()):
+        if relative != layout.RUN_FILE and there.get(relative) != size:
+            with contextlib.suppress(FileNotFoundError):
+                fs.put_file(str(directory / relative), f"{root}/{relative}")
+    run = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
+    if not closed:
+        run["copied_while_written"] = True
+    fs.pipe_file(f"{root}/{layout.RUN_FILE}", json.dumps(run, indent=1).encode())
+    for relative in there:
+        if relative not in ours and layout.is_part_name(relative):
+            fs.rm_file(f"{root}/{relative}")
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """An fsspec filesystem and the path in it."""
+    try:
+        import fsspec
+    except ImportError:
+        raise _not_installed(url) from None
+    try:
+        return fsspec.core.url_to_fs(url, **({"skip_instance_cache": True} if url.startswith("s3") else {}))
+    except ImportError:
+        raise _not_installed(url) from None
+    except ValueError as error:
+        raise UsageError(f"{url}: {error}", cause="no such kind of URL", remedy="s3://BUCKET/NAME.mxprobe") from None
+
+
+def _not_installed(url: str) -> UsageError:
+    scheme = url.partition(":")[0]
+    return UsageError(
+        f"{url} cannot be opened: a package is missing",
+        cause=f"fsspec, or its filesystem for {scheme}://, is not installed",
+        remedy="pip install 'mxprobe[s3]'"
+        if scheme.startswith("s3")
+        else f"pip install fsspec and what {scheme}:// needs",
+    )
+
+
+def _refused(url: str, error: Exception) -> TraceError:
+    """The words for what a store raised: the kinds are told by name, as each store has classes of its own."""
+    kind, text = type(error).__name__, str(error) or repr(error)
+    if isinstance(error, (TraceError, UsageError)):
+        return TraceError(error.what, cause=error.cause, remedy=error.remedy)
+    if "Credential" in kind or "Token" in kind:
+        cause, remedy = "no credentials were found", "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    elif isinstance(error, PermissionError):
+        cause, remedy = "the credentials do not allow it", "ask for read and write access to the bucket"
+    elif isinstance(error, FileNotFoundError):
+        cause, remedy = "the bucket or the path does not exist", "create the bucket, or correct the URL"
+    else:
+        cause, remedy = "the connection was lost, or the endpoint is wrong", "try again; check AWS_ENDPOINT_URL"
+    return TraceError(f"{url}: {kind}: {text}", cause=cause, remedy=remedy)
+
+
+def _stamps(local: Path) -> Path:
+    return local.parent / "stamps.json"
+
+
+def _known(local: Path) -> dict[str, str]:
+    try:
+        found: Any = json.loads(_stamps(local).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
