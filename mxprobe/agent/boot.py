@@ -15,6 +15,8 @@ from typing import Any, Callable
 from mxprobe import protocol
 from mxprobe._version import __version__
 
+MIN_TORCH = (2, 6)
+"""The oldest (major, minor) that the agent runs with: what the distribution itself asks for."""
 HANDSHAKE_TIMEOUT_S = 30.0
 DETACH_TIMEOUT_S = 5.0
 """Without a step boundary for so long after `detach`, the hooks come out in our own thread."""
@@ -70,6 +72,11 @@ class _Agent:
             if not has_torch and not _logs():
                 failed = {"verb": "failed", "reason": "no_torch", "detail": "torch is not among the imported modules"}
                 protocol.send_frame(sock, failed)
+                return
+            version = _torch_version() if has_torch else None
+            if version is not None and version < MIN_TORCH:
+                detail = f"torch {'.'.join(map(str, version))}"
+                protocol.send_frame(sock, {"verb": "failed", "reason": "old_torch", "detail": detail})
                 return
             sock.settimeout(None)
             self._serve(config, has_torch=has_torch)
@@ -240,6 +247,13 @@ def _hello(token: str) -> dict[str, Any]:
         "argv": [str(a) for a in getattr(sys, "argv", [])],
         "rank": os.environ.get("RANK", "0"),
     }
+
+
+def _torch_version() -> tuple[int, ...] | None:
+    """(major, minor) of the target's torch; None where it does not say, as a build of one's own may not."""
+    text = str(vars(sys.modules["torch"]).get("__version__", ""))
+    parts = text.split(".")[:2]
+    return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdigit() for part in parts) else None
 
 
 def _wait_for_torch(seconds: float) -> bool:

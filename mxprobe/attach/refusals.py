@@ -152,6 +152,11 @@ REFUSALS: dict[str, Words] = {
         "it is a launcher (torchrun, ray), a data worker, or has only just started",
         "attach to the training process itself, or pass --wait to attach as soon as torch is there",
     ),
+    "old_torch": Words(
+        "Process {pid} runs {detail}; the agent needs 2.6 or newer.",
+        "hooks and graph edges that it relies on are younger than this torch",
+        "run the job with a newer torch",
+    ),
     "no_step": Words(
         "Process {pid} took no optimizer step and generated nothing within {seconds:g} s{after_detail}.",
         "it is evaluating, saving, loading, waiting for other ranks, does not train with torch.optim, or its model is "

@@ -1,6 +1,7 @@
 """Where a framework keeps what torch keeps in the parameter: the gradient and the copy that the optimizer steps.
 
-Megatron-Core 0.16.1 adds the weight gradient to `param.main_grad` inside the GEMM (`.grad` is then a dummy), and its optimizers step `param.main_param`, an fp32 copy or this rank's shard of it, in place of the parameter.
+Megatron-Core 0.16.1 adds the weight gradient to `param.main_grad` inside the GEMM (`.grad` is then a dummy), and
+its optimizers step `param.main_param`, an fp32 copy or this rank's shard of it, in place of the parameter.
 """
 
 from __future__ import annotations
