@@ -1,6 +1,6 @@
 """Attach to a live training loop and detach again, many times; was it ever harmed, and did it stay the same bits?
 
-    python benchmarks/attach_cycles.py --mechanism ptrace --cycles 200 [--python PATH] [--json]
+    python benchmarks/attach_cycles.py --mechanism ptrace --cycles 200 [--python PATH] [--model moe] [--json]
     python benchmarks/attach_cycles.py --all          200 of each way in, 50 by ptrace on every other Python found
 
 The target is a seeded torch loop (dropout, AdamW) in a process of its own that knows nothing of mxprobe (for
@@ -50,7 +50,7 @@ from torch import nn
 out, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 torch.manual_seed(0)
 torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))
+{model}
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 losses = open(out, "w", buffering=1)
 step = 0
@@ -66,6 +66,50 @@ while step != steps and not os.path.exists(out + ".stop"):
 state = b"".join(p.detach().numpy().tobytes() for p in model.parameters()) + torch.get_rng_state().numpy().tobytes()
 losses.write("end " + hashlib.sha256(state).hexdigest() + "\\n")
 """
+
+MODELS = {
+    "plain": "model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))",
+    # A router and fused experts, called one by one as transformers does, half of the blocks under a checkpoint.
+    "moe": """
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 64) * 0.1)
+    def forward(self, x):
+        logits = F.linear(x, self.weight)
+        score, chosen = logits.softmax(-1).topk(2)
+        return logits, score, chosen
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(8, 48, 64) * 0.1)
+        self.down = nn.Parameter(torch.randn(8, 64, 48) * 0.1)
+    def forward(self, x, chosen, score):
+        out = torch.zeros_like(x)
+        for expert in range(8):
+            token, slot = torch.where(chosen == expert)
+            if len(token):
+                y = F.linear(F.silu(F.linear(x[token], self.up[expert])), self.down[expert])
+                out.index_add_(0, token, y * score[token, slot, None])
+        return out
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts, self.drop = Router(), Experts(), nn.Dropout(0.1)
+    def forward(self, x):
+        _, score, chosen = self.gate(x)
+        return x + self.drop(self.experts(x, chosen, score))
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.first, self.second = nn.Linear(64, 64), Block(), Block()
+    def forward(self, x):
+        return self.second(checkpoint(self.first, self.mix(x), use_reentrant=False))
+model = Model()
+""",
+}
 
 STDLIB_TARGET = """
 import hashlib, os, random, sys, time
@@ -93,6 +137,7 @@ losses.write("end " + hashlib.sha256(repr((state, random.getstate())).encode()).
 class Result:
     mechanism: str
     python: str = ""
+    model: str = "plain"
     cycles: int = 0
     stuck: int = 0
     crashed: int = 0
@@ -106,7 +151,7 @@ class Result:
     @property
     def row(self) -> str:
         cells = [
-            self.mechanism,
+            self.mechanism if self.model == "plain" else f"{self.mechanism}, {self.model}",
             self.python,
             self.cycles,
             self.stuck,
@@ -149,10 +194,10 @@ def wait_for_steps(process: subprocess.Popen[bytes], out: Path, count: int) -> b
 
 @contextmanager
 def target(
-    out: Path, python: str, *, steps: int, pause_s: float, listens: bool = False
+    out: Path, python: str, *, steps: int, pause_s: float, listens: bool = False, model: str = "plain"
 ) -> Generator[subprocess.Popen[bytes]]:
     prefix = [sys.executable, "-m", "mxprobe", "run", "--"] if listens else []
-    source = TARGET if _has_torch(python) else STDLIB_TARGET
+    source = TARGET.replace("{model}", MODELS[model]) if _has_torch(python) else STDLIB_TARGET
     command = [*prefix, python, "-c", source, str(out), str(steps), str(pause_s)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -214,11 +259,12 @@ def cycle(pid: int, trace: Path, result: Result) -> None:
     result.latency_ms.append(facts["attach_latency_ms"])
 
 
-def measure(mechanism: str, cycles: int, python: str = sys.executable) -> Result:
-    result = Result(mechanism, version_of(python))
+def measure(mechanism: str, cycles: int, python: str = sys.executable, model: str = "plain") -> Result:
+    result = Result(mechanism, version_of(python), model)
     with tempfile.TemporaryDirectory() as name:
         out, control = Path(name, "attached"), Path(name, "control")
-        with target(out, python, steps=-1, pause_s=0.005, listens=mechanism == "listener") as process:
+        listens = mechanism == "listener"
+        with target(out, python, steps=-1, pause_s=0.005, listens=listens, model=model) as process:
             wait_for_steps(process, out, 5)
             for number in range(cycles):
                 cycle(process.pid, Path(name, f"{number}.mxprobe"), result)
@@ -233,7 +279,7 @@ def measure(mechanism: str, cycles: int, python: str = sys.executable) -> Result
                 process.wait()
         seen = lines_of(out)
         result.steps = len(seen) - 1
-        with target(control, python, steps=result.steps, pause_s=0.0) as process:
+        with target(control, python, steps=result.steps, pause_s=0.0, model=model) as process:
             process.wait()
         result.identical = len(seen) > cycles and lines_of(control) == seen
     return result
@@ -244,16 +290,21 @@ def main() -> None:
     parser.add_argument("--mechanism", choices=MECHANISMS)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the target")
+    parser.add_argument("--model", choices=MODELS, default="plain", help="what the target trains")
     parser.add_argument("--all", action="store_true", help="everything that the page on overhead shows")
     parser.add_argument("--json", action="store_true", help="print every number instead of rows")
     options = parser.parse_args()
     if options.all == bool(options.mechanism):
         parser.error("either --mechanism or --all")
-    plan = [(options.mechanism, options.cycles, options.python)]
+    plan = [(options.mechanism, options.cycles, options.python, options.model)]
     if options.all:
-        plan = [(mechanism, options.cycles, sys.executable) for mechanism in MECHANISMS if mechanism != "remote_exec"]
+        here = [mechanism for mechanism in MECHANISMS if mechanism != "remote_exec"]
+        plan = [(mechanism, options.cycles, sys.executable, "plain") for mechanism in here]
+        plan.append(("ptrace", options.cycles, sys.executable, "moe"))
         plan += [
-            (mechanism, min(options.cycles, 50), python) for python in other_pythons() for mechanism in ways(python)
+            (mechanism, min(options.cycles, 50), python, "plain")
+            for python in other_pythons()
+            for mechanism in ways(python)
         ]
     if not options.json:
         print(HEADER)

@@ -17,11 +17,14 @@ CYCLES = 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism", ["listener", "ptrace", "gdb"])
-def test_ten_cycles(mechanism: str) -> None:
+@pytest.mark.parametrize(
+    ("mechanism", "model"), [("listener", "plain"), ("ptrace", "plain"), ("gdb", "plain"), ("ptrace", "moe")]
+)
+def test_ten_cycles(mechanism: str, model: str) -> None:
     if mechanism == "gdb" and not gdb.is_here():
         pytest.skip("needs gdb")
     command = [sys.executable, str(SCRIPT), "--mechanism", mechanism, "--cycles", str(CYCLES), "--json"]
+    command += ["--model", model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -47,16 +47,35 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
 
 ROUTING: dict[str, Any] = {
-    **{"micro_step": 0, "phase": "train", "format": "mxfp4", "rule": "rceil", "sampled_frac": 1.0},
-    **{"n_tokens": 100, "top_k": 2, "by_logits": True, "sum_margin": 30.0, "sum_margin2": 12.0, "sum_logit2": 400.0},
-    **{"sum_error2": 4.0, "sum_ran_error2": 0.0, "sum_chance": 14.0},
-    **{"n_predicted": 17, "n_slots_predicted": 18, "n_observed": 0, "n_slots_observed": 0},
+    "micro_step": 0,
+    "phase": "train",
+    "format": "mxfp4",
+    "rule": "rceil",
+    "sampled_frac": 1.0,
+    "n_tokens": 100,
+    "top_k": 2,
+    "by_logits": True,
+    "sum_margin": 30.0,
+    "sum_margin2": 12.0,
+    "sum_logit2": 400.0,
+    "sum_error2": 4.0,
+    "sum_ran_error2": 0.0,
+    "sum_chance": 14.0,
+    "n_predicted": 17,
+    "n_slots_predicted": 18,
+    "n_observed": 0,
+    "n_slots_observed": 0,
 }
 FLIPS = {"top_k": 2, "n_tokens": 40, "n_flipped": 10, "n_slots": 11}
 ROLLOUT: dict[str, Any] = {
-    **{"n_sequences": 4, "n_unmatched": 0, "n_nonfinite": 0, "n_outside_clip": 0, "n_false_clip": None},
+    "n_sequences": 4,
+    "n_unmatched": 0,
+    "n_nonfinite": 0,
+    "n_outside_clip": 0,
+    "n_false_clip": None,
     **dict.fromkeys(("sum_d", "sum_abs_d", "max_abs_d", "sum_k3", "sum_w", "sum_w2", "sum_dp", "sum_abs_dp"), 1.0),
-    **{"sum_entropy_rollout": 1.0, "sum_entropy_train": 1.0},
+    "sum_entropy_rollout": 1.0,
+    "sum_entropy_train": 1.0,
 }
 PARTS: list[dict[str, Any]] = [
     {"stratum": "all", "n_tokens": 40, "sum_d2": 1.0},
