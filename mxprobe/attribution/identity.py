@@ -19,6 +19,7 @@ import pandas as pd
 
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS
 from mxprobe.trace import Trace
+from mxprobe.trace.aggregation import Aggregation
 
 PLACED = ("step", "micro_step", "module", "role", "phase", "placement", "rank")
 """Columns that `distinct` needs."""
@@ -46,7 +47,10 @@ def distinct(frame: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
 
 
 class Copies:
-    """Which rank counts for each part, for tables that are read piece by piece."""
+    """Which rank counts for each part, for tables that are not read whole."""
+
+    KEYS = ("module", "role", "placement")
+    """Columns that `removed` needs, beside `rank`."""
 
     def __init__(self, lowest: tuple[dict[tuple[str, str, str], int], ...]) -> None:
         self._lowest = lowest
@@ -55,18 +59,15 @@ class Copies:
     def of(cls, trace: Trace, table: str) -> "Copies | None":
         """None where the table is of one rank, or says nothing of parts."""
         lowest: tuple[dict[tuple[str, str, str], int], ...] = ({}, {})
-        ranks: set[int] = set()
-        placed = False
-        for chunk in trace.chunks(table, ("module", "role", "placement")):
-            frame = chunk.to_pandas()
-            ranks |= set(frame["rank"].unique())
-            for found, (part, _) in zip(lowest, _parts(_texts(frame)), strict=True):
-                keys = frame.assign(part=part)[["module", "role", "part", "rank"]].drop_duplicates()
-                for module, role, text, rank in keys.itertuples(index=False, name=None):
-                    key = (str(module), str(role), str(text))
-                    found[key] = min(found.get(key, int(rank)), int(rank))
-                    placed = placed or bool(text)
-        return cls(lowest) if placed and len(ranks) > 1 else None
+        frame = trace.sums(Aggregation(table, (*cls.KEYS, "rank")))
+        if frame["rank"].nunique() < 2 or not _texts(frame).str.len().any():
+            return None
+        for found, (part, _) in zip(lowest, _parts(_texts(frame)), strict=True):
+            keys = frame.assign(part=part)[["module", "role", "part", "rank"]]
+            for module, role, text, rank in keys.itertuples(index=False, name=None):
+                key = (str(module), str(role), str(text))
+                found[key] = min(found.get(key, int(rank)), int(rank))
+        return cls(lowest)
 
     def removed(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The piece with 0 for what is another rank's to count, without `rank`."""

@@ -21,8 +21,9 @@ import pandas as pd
 
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Phase
 from mxprobe.trace import Trace
+from mxprobe.trace.aggregation import Aggregation
 
-from .identity import PLACED, Copies, distinct
+from .identity import Copies, distinct
 
 ADDITIVE = (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS)
 
@@ -43,17 +44,16 @@ def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
-    """`totals` over all rows of a table, chunk by chunk; an empty frame with the keys and columns where it has none.
+    """`totals` over all rows of a table, by the trace's engine; an empty frame where it has none.
 
     Copies on several ranks are counted once, as `identity.distinct` does: by the lowest rank that has the part at all.
     """
     copies = Copies.of(trace, table) if "rank" not in by else None
-    wanted = (*by, *columns, *(PLACED if copies is not None else ()))
-    parts: list[pd.DataFrame] = []
-    for chunk in trace.chunks(table, wanted):
-        frame = chunk.to_pandas()
-        parts.append(totals(frame if copies is None else copies.removed(frame), by)[[*by, *columns]])
-    return totals(pd.concat(parts, ignore_index=True), by) if parts else pd.DataFrame(columns=[*by, *columns])
+    if copies is None:
+        return trace.sums(Aggregation(table, tuple(by), tuple(columns)))[[*by, *columns]]
+    keys = dict.fromkeys((*by, *Copies.KEYS, "rank"))
+    rows = copies.removed(trace.sums(Aggregation(table, tuple(keys), tuple(columns))))
+    return totals(rows[[*by, *columns]], by)
 
 
 def tensor_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
