@@ -1,11 +1,13 @@
 """Attach to a live training loop and detach again, many times; was it ever harmed, and did it stay the same bits?
 
-    python benchmarks/attach_cycles.py --mechanism ptrace --cycles 200 [--python PATH] [--model moe] [--json]
+    python benchmarks/attach_cycles.py --mechanism ptrace --cycles 200 [--python PATH] [--target KIND] [--json]
     python benchmarks/attach_cycles.py --all          200 of each way in, 50 by ptrace on every other Python found
+    python benchmarks/attach_cycles.py --every-target  50 by ptrace on each kind of job of cycle_targets.py
 
 The target is a seeded torch loop (dropout, AdamW) in a process of its own that knows nothing of mxprobe (for
-`listener`: started by `mxprobe run`). After each cycle it must go on stepping. At its end, losses as hex, a hash of
-its parameters and of the state of its random generator are held against a second run, which nobody attached to.
+`listener`: started by `mxprobe run`), or two ranks of one. After each cycle it must go on stepping. At its end, losses
+as hex, a hash of its parameters and of the state of its random generator are held against a second run, which nobody
+attached to.
 
 With `--python` of an interpreter that has no torch the target is a loop of the standard library that logs (role
 `metrics`), its losses sums of random numbers.
@@ -22,13 +24,14 @@ import argparse
 import io
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -43,74 +46,11 @@ from mxprobe.protocol import AgentConfig
 MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 STUCK_S = 20.0
 ATTACHED_S = 0.25
-TARGET = """
-import hashlib, os, sys, time
-import torch
-from torch import nn
-out, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-torch.manual_seed(0)
-torch.set_num_threads(1)
-{model}
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-losses = open(out, "w", buffering=1)
-step = 0
-while step != steps and not os.path.exists(out + ".stop"):
-    x = torch.randn(32, 64)
-    loss = ((model(x) - x) ** 2).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.write(loss.item().hex() + "\\n")
-    step += 1
-    time.sleep(pause_s)
-state = b"".join(p.detach().numpy().tobytes() for p in model.parameters()) + torch.get_rng_state().numpy().tobytes()
-losses.write("end " + hashlib.sha256(state).hexdigest() + "\\n")
-"""
-
-MODELS = {
-    "plain": "model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))",
-    # A router and fused experts, called one by one as transformers does, half of the blocks under a checkpoint.
-    "moe": """
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-class Router(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 64) * 0.1)
-    def forward(self, x):
-        logits = F.linear(x, self.weight)
-        score, chosen = logits.softmax(-1).topk(2)
-        return logits, score, chosen
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(8, 48, 64) * 0.1)
-        self.down = nn.Parameter(torch.randn(8, 64, 48) * 0.1)
-    def forward(self, x, chosen, score):
-        out = torch.zeros_like(x)
-        for expert in range(8):
-            token, slot = torch.where(chosen == expert)
-            if len(token):
-                y = F.linear(F.silu(F.linear(x[token], self.up[expert])), self.down[expert])
-                out.index_add_(0, token, y * score[token, slot, None])
-        return out
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.experts, self.drop = Router(), Experts(), nn.Dropout(0.1)
-    def forward(self, x):
-        _, score, chosen = self.gate(x)
-        return x + self.drop(self.experts(x, chosen, score))
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix, self.first, self.second = nn.Linear(64, 64), Block(), Block()
-    def forward(self, x):
-        return self.second(checkpoint(self.first, self.mix(x), use_reentrant=False))
-model = Model()
-""",
-}
-
+TARGETS = Path(__file__).with_name("cycle_targets.py")
+KINDS = ("plain", "checkpoint", "reentrant", "loader", "moe", "torchao", "ddp", "fsdp2", "grpo")
+LINE_BYTES = 10
+"""At least, of a step."""
+N_RANKS = {"ddp": 2, "fsdp2": 2}
 STDLIB_TARGET = """
 import hashlib, os, random, sys, time
 out, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -136,8 +76,8 @@ losses.write("end " + hashlib.sha256(repr((state, random.getstate())).encode()).
 @dataclass
 class Result:
     mechanism: str
+    target: str = "plain"
     python: str = ""
-    model: str = "plain"
     cycles: int = 0
     stuck: int = 0
     crashed: int = 0
@@ -151,7 +91,8 @@ class Result:
     @property
     def row(self) -> str:
         cells = [
-            self.mechanism if self.model == "plain" else f"{self.mechanism}, {self.model}",
+            self.mechanism,
+            self.target,
             self.python,
             self.cycles,
             self.stuck,
@@ -165,8 +106,8 @@ class Result:
 
 
 HEADER = (
-    "| way in | Python | cycles | stuck | crashed | refused | left | steps | identical | stopped ms p50 / p99 / max "
-    "| latency ms p50 / p99 / max |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| way in | job | Python | cycles | stuck | crashed | refused | left | steps | identical "
+    "| stopped ms p50 / p99 / max | latency ms p50 / p99 / max |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -178,33 +119,53 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.median(ordered):.1f} / {p99:.1f} / {ordered[-1]:.1f}"
 
 
-def lines_of(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+def lines_of(paths: Sequence[Path]) -> list[list[str]]:
+    return [path.read_text().splitlines() if path.exists() else [] for path in paths]
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], out: Path, count: int) -> bool:
+def outs_of(out: Path, kind: str) -> list[Path]:
+    """What each rank writes."""
+    return [Path(f"{out}.{rank}") for rank in range(N_RANKS[kind])] if kind in N_RANKS else [out]
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], outs: Sequence[Path], count: int) -> bool:
     """False if the steps did not come in time, or the process ended."""
-    size, deadline = (out.stat().st_size if out.exists() else 0) + 10 * count, time.monotonic() + STUCK_S
-    while not out.exists() or out.stat().st_size < size:
+    goal, deadline = max(map(_size, outs)) + count * LINE_BYTES, time.monotonic() + STUCK_S
+    while min(map(_size, outs)) < goal:
         if process.poll() is not None or time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
 
 
+def _size(out: Path) -> int:
+    return out.stat().st_size if out.exists() else 0
+
+
 @contextmanager
 def target(
-    out: Path, python: str, *, steps: int, pause_s: float, listens: bool = False, model: str = "plain"
+    out: Path, python: str, *, steps: int, pause_s: float, kind: str = "plain", listens: bool = False
 ) -> Generator[subprocess.Popen[bytes]]:
     prefix = [sys.executable, "-m", "mxprobe", "run", "--"] if listens else []
-    source = TARGET.replace("{model}", MODELS[model]) if _has_torch(python) else STDLIB_TARGET
-    command = [*prefix, python, "-c", source, str(out), str(steps), str(pause_s)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={N_RANKS.get(kind, 1)}"]
+    source = [str(TARGETS), kind] if _has_torch(python) else ["-c", STDLIB_TARGET]
+    source = [*launcher, *source] if kind in N_RANKS else source
+    command = [*prefix, python, *source, str(out), str(steps), str(pause_s)]
+    # Of their own session: what a launcher has started goes with it.
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         yield process
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def pids_of(process: subprocess.Popen[bytes], outs: Sequence[Path]) -> list[int]:
+    files = [Path(f"{out}.pid") for out in outs]
+    return [int(file.read_text()) for file in files] if all(file.exists() for file in files) else [process.pid]
 
 
 def _has_torch(python: str) -> bool:
@@ -244,44 +205,51 @@ def has_statement(pid: int) -> bool:
         )
 
 
-def cycle(pid: int, trace: Path, result: Result) -> None:
+def cycle(pids: Sequence[int], trace: Path, result: Result) -> None:
     config = AgentConfig(every=5, weights_every=20, step_timeout_s=60.0, torch_wait_s=0.0)
     options = AttachOptions(trace, config, duration_s=ATTACHED_S, via=result.mechanism)
+    processes = {f"rank {rank}": look_up(pid) for rank, pid in enumerate(pids)}
     try:
-        Group({"target": look_up(pid)}, options, Board(Progress(io.StringIO()))).run()
+        Group(processes, options, Board(Progress(io.StringIO()))).run()
     except AttachError as error:
         result.refused += 1
         print(error, file=sys.stderr)
         return
     facts = json.loads((trace / "run.json").read_text())
-    if result.mechanism in ("ptrace", "gdb"):
-        result.stopped_ms += [facts["pause_ms"], facts["unmap_pause_ms"]]
-    result.latency_ms.append(facts["attach_latency_ms"])
+    result.refused += len(facts.get("refused", ()))
+    for each in facts["ranks"]:
+        if result.mechanism in ("ptrace", "gdb"):
+            result.stopped_ms += [each["pause_ms"], each["unmap_pause_ms"]]
+        result.latency_ms.append(each["attach_latency_ms"])
 
 
-def measure(mechanism: str, cycles: int, python: str = sys.executable, model: str = "plain") -> Result:
-    result = Result(mechanism, version_of(python), model)
+def measure(mechanism: str, cycles: int, python: str = sys.executable, kind: str = "plain") -> Result:
+    result = Result(mechanism, kind, version_of(python))
     with tempfile.TemporaryDirectory() as name:
         out, control = Path(name, "attached"), Path(name, "control")
-        listens = mechanism == "listener"
-        with target(out, python, steps=-1, pause_s=0.005, listens=listens, model=model) as process:
-            wait_for_steps(process, out, 5)
+        outs = outs_of(out, kind)
+        with target(out, python, steps=-1, pause_s=0.005, kind=kind, listens=mechanism == "listener") as process:
+            for _ in range(10):  # importing takes its time
+                if wait_for_steps(process, outs, 5):
+                    break
+            pids = pids_of(process, outs)
             for number in range(cycles):
-                cycle(process.pid, Path(name, f"{number}.mxprobe"), result)
+                cycle(pids, Path(name, f"{number}.mxprobe"), result)
                 result.cycles += 1
-                if not wait_for_steps(process, out, 3):
+                if not wait_for_steps(process, outs, 3):
                     result.crashed += process.poll() is not None
                     result.stuck += process.poll() is None
                     break
-                result.left += has_statement(process.pid)
+                result.left += sum(map(has_statement, pids))
             Path(f"{out}.stop").touch()
             if not result.stuck:
                 process.wait()
-        seen = lines_of(out)
-        result.steps = len(seen) - 1
-        with target(control, python, steps=result.steps, pause_s=0.0, model=model) as process:
+        seen = lines_of(outs)
+        result.steps = len(seen[0]) - 1
+        with target(control, python, steps=result.steps, pause_s=0.0, kind=kind) as process:
             process.wait()
-        result.identical = len(seen) > cycles and lines_of(control) == seen
+        ended = all(lines and lines[-1].startswith("end ") for lines in seen)
+        result.identical = ended and len(seen[0]) > cycles and lines_of(outs_of(control, kind)) == seen
     return result
 
 
@@ -290,16 +258,22 @@ def main() -> None:
     parser.add_argument("--mechanism", choices=MECHANISMS)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the target")
-    parser.add_argument("--model", choices=MODELS, default="plain", help="what the target trains")
+    parser.add_argument("--target", choices=KINDS, default="plain", help="the job")
+    parser.add_argument("--every-target", action="store_true", help="by ptrace to each kind of job")
     parser.add_argument("--all", action="store_true", help="everything that the page on overhead shows")
     parser.add_argument("--json", action="store_true", help="print every number instead of rows")
     options = parser.parse_args()
-    if options.all == bool(options.mechanism):
-        parser.error("either --mechanism or --all")
-    plan = [(options.mechanism, options.cycles, options.python, options.model)]
+    if options.all + options.every_target + bool(options.mechanism) != 1:
+        parser.error("one of --mechanism, --all and --every-target")
+    plan = [(options.mechanism, options.cycles, options.python, options.target)]
+    if options.every_target:
+        plan = [("ptrace", min(options.cycles, 50), sys.executable, kind) for kind in KINDS]
     if options.all:
-        here = [mechanism for mechanism in MECHANISMS if mechanism != "remote_exec"]
-        plan = [(mechanism, options.cycles, sys.executable, "plain") for mechanism in here]
+        plan = [
+            (mechanism, options.cycles, sys.executable, "plain")
+            for mechanism in MECHANISMS
+            if mechanism != "remote_exec"
+        ]
         plan.append(("ptrace", options.cycles, sys.executable, "moe"))
         plan += [
             (mechanism, min(options.cycles, 50), python, "plain")

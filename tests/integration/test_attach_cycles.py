@@ -24,7 +24,7 @@ def test_ten_cycles(mechanism: str, model: str) -> None:
     if mechanism == "gdb" and not gdb.is_here():
         pytest.skip("needs gdb")
     command = [sys.executable, str(SCRIPT), "--mechanism", mechanism, "--cycles", str(CYCLES), "--json"]
-    command += ["--model", model]
+    command += ["--target", model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -38,6 +38,22 @@ def test_ten_cycles(mechanism: str, model: str) -> None:
     assert result["identical"]
     assert len(result["latency_ms"]) == CYCLES
     assert len(result["stopped_ms"]) == (0 if mechanism == "listener" else 2 * CYCLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torchao", "fsdp2", "grpo"])
+def test_three_cycles_on_jobs_of_other_kinds(kind: str) -> None:
+    """Fake-quantized Linears, two ranks of shards, TRL's trainer; others are test_agent_identity's."""
+    for package in {"torchao": ["torchao"], "grpo": ["trl"]}.get(kind, []):
+        pytest.importorskip(package)
+    command = [sys.executable, str(SCRIPT), "--mechanism", "ptrace", "--cycles", "3", "--target", kind, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    harm = {name: result[name] for name in ("stuck", "crashed", "refused", "left")}
+    assert harm == {"stuck": 0, "crashed": 0, "refused": 0, "left": 0}, done.stderr
+    assert (result["cycles"], result["identical"]) == (3, True), done.stderr
+    assert len(result["latency_ms"]) == 3 * (2 if kind == "fsdp2" else 1)
 
 
 OTHERS = [python for python in interpreters() if ".pyenv" in python]
