@@ -105,6 +105,11 @@ PITFALLS: dict[str, Pitfall] = {
             "garbage tokens, mismatch of several nats from the first step after a refit",
         ),
         Pitfall(
+            "expert_differs",
+            "a single expert computes something else than its layer's others",
+            "tokens that meet it are wrong, the others right: an expert's weights transposed, exchanged or left behind",
+        ),
+        Pitfall(
             "unknown_weights",
             "the rollout computes with weights or a format that are not known",
             "mismatch that no rounding explains: weights from before attach, another model, a kernel fault",
@@ -338,6 +343,13 @@ def _reordered(modules: Modules, events: pd.DataFrame) -> Found:
         yield tuple(names), said
 
 
+def _experts(modules: Modules, events: pd.DataFrame) -> Found:
+    rows = events[events["kind"] == "experts"]
+    for place, _, what in (str(detail).partition(": ") for detail in rows["detail"]):
+        module, _, expert = place.partition(" expert ")
+        yield (module,), f"expert {expert}: {what}"
+
+
 def _unknown(modules: Modules, events: pd.DataFrame) -> Found:
     told = _sync_events(events)
     lost = [
@@ -376,6 +388,7 @@ _SEARCHES: dict[str, Callable[[Modules, pd.DataFrame], Found]] = {
     "stale_weights": _stale,
     "partial_refit": _partial,
     "reordered_weights": _reordered,
+    "expert_differs": _experts,
     "unknown_weights": _unknown,
     "zero_gradient": _zero_gradient,
     "nonfinite": _nonfinite,

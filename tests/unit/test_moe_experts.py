@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import mxprobe
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
+from mxprobe.agent.moe import snapshot
 from mxprobe.agent.moe.behaviour import OutputState
 from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.moe.measure import measure_experts
@@ -24,6 +26,7 @@ from mxprobe.agent.moe.snapshot import ExpertsSnapshot
 from mxprobe.agent.moe.structure import expert_parameters
 from mxprobe.agent.moe.versions import watched_features
 from mxprobe.agent.recorder import to_columns
+from mxprobe.audit.pitfalls import find_pitfalls
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels import reference
 from tests.moe_models import tiny, tokens
@@ -67,9 +70,9 @@ class Watched:
         return {(s.module.rpartition(".")[2], s.phase): s for s in self.sent}
 
 
-def rows_of(snapshot: ExpertsSnapshot, config: AgentConfig = CONFIG) -> dict[str, list[dict[str, Any]]]:
+def rows_of(each: ExpertsSnapshot, config: AgentConfig = CONFIG) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_experts(snapshot, config, step_base=0, state=OutputState()):
+    for table, row in measure_experts(each, config, step_base=0, state=OutputState()):
         found.setdefault(table, []).append(row)
     for table, rows in found.items():
         to_columns(table, rows)  # has every column
@@ -118,7 +121,9 @@ def operands(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Iterator[tupl
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_the_sums_of_a_layer_are_those_of_its_experts_by_hand(implementation: str):
+def test_the_sums_of_a_layer_are_those_of_its_experts_by_hand(implementation: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(snapshot, "CPU_ROWS", 512)
+    monkeypatch.setattr(snapshot, "CPU_FEATURES", 512)
     experts, call = experts_and_call(implementation)
     watched = Watched(experts, every=True)
     experts(*call).square().sum().backward()
@@ -157,18 +162,18 @@ def test_sampled_experts_and_rows_are_whole_tiles_of_their_own():
     chosen = (torch.arange(4096) * 37 % 64)[:, None]
     x[:, 0] = chosen[:, 0]
     experts(x, chosen, torch.ones(4096, 1)).sum().backward()
-    snapshot = watched.end()["gate_up_proj", "train"]
-    assert len(snapshot.pieces) == 16
-    for piece in snapshot.pieces:
+    sampled = watched.end()["gate_up_proj", "train"]
+    assert len(sampled.pieces) == 8
+    for piece in sampled.pieces:
         assert (piece.x.shape[1], int(piece.counts)) == (32, 64)
         assert piece.x[0, :, 0].tolist() == [piece.experts[0]] * 32
         assert int(piece.index[0]) % 32 == 0
-    (row,) = [row for row in rows_of(snapshot)["tensors"] if row["role"] == "x_fwd"]
-    assert row["sampled_frac"] == 16 * 32 / 4096
-    assert row["n_clusters"] == 16 * 32
-    spread = {row["measure"]: row for row in rows_of(snapshot)["expert_spread"] if row["role"] == "x_fwd"}
+    (row,) = [row for row in rows_of(sampled)["tensors"] if row["role"] == "x_fwd"]
+    assert row["sampled_frac"] == 8 * 32 / 4096
+    assert row["n_clusters"] == 8 * 32
+    spread = {row["measure"]: row for row in rows_of(sampled)["expert_spread"] if row["role"] == "x_fwd"}
     assert (spread["rows"]["q0"], spread["rows"]["q100"]) == (64.0, 64.0)
-    assert (spread["error"]["n_experts"], spread["error"]["n_called"], spread["error"]["n_measured"]) == (64, 64, 16)
+    assert (spread["error"]["n_experts"], spread["error"]["n_called"], spread["error"]["n_measured"]) == (64, 64, 8)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -182,12 +187,12 @@ def test_every_way_of_calling_experts_is_read(family: str, implementation: str):
     model(ids, labels=ids).loss.backward()
     sent = watched.end()
     assert set(sent) == {(part, phase) for part in ("gate_up_proj", "down_proj") for phase in ("train", "eval")}
-    for snapshot in sent.values():
-        found = rows_of(snapshot)
+    for each in sent.values():
+        found = rows_of(each)
         (output,) = found["outputs"]
         assert output["exact"]
         assert output["recipe_x"] == "none"
-        if snapshot.phase == "train":
+        if each.phase == "train":
             assert [row["role"] for row in found["tensors"]] == list(ROLES)
             assert {row["gemm"] for row in found["gradients"]} == {"wgrad", "dgrad"}
     assert {probe.train_rows for probe in watched.probes.values()} == {2 * 20 * 2}
@@ -202,7 +207,7 @@ def test_a_checkpointed_region_is_measured_once(reentrant: bool):
     checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     sent = watched.end()
     assert set(sent) == {("gate_up_proj", "train"), ("down_proj", "train")}
-    assert all(piece.gradient is not None for snapshot in sent.values() for piece in snapshot.pieces)
+    assert all(piece.gradient is not None for each in sent.values() for piece in each.pieces)
     assert watched.probes["down_proj"].train_rows == 40
 
 
@@ -366,8 +371,8 @@ def test_emulated_experts_show_their_operands_before_rounding_and_the_recipe_is_
         ids = tokens(2, 20)
         model(ids, labels=ids).loss.backward()
         sent = watched.end()
-    for snapshot in sent.values():
-        found = rows_of(snapshot)
+    for each in sent.values():
+        found = rows_of(each)
         (output,) = found["outputs"]
         assert output["exact"]
         assert (output["recipe_x"], output["recipe_w"]) == ("mxfp4+rceil", "mxfp4+rceil")
@@ -383,3 +388,21 @@ def test_watched_features_are_spread_over_all_experts():
     assert watched[:, 0].tolist() == list(range(300))
     few = watched_features(torch.arange(12.0).reshape(4, 3, 1))
     assert few.flatten().tolist() == list(range(12))
+
+
+def test_experts_with_a_compiled_part_are_left_alone():
+    experts = square_experts("eager")
+    vars(experts.act_fn)["_compiled_call_impl"] = experts.act_fn._call_impl  # what `act_fn.compile()` sets
+    watched = Watched(experts)
+    experts(torch.randn(4, 64), torch.full((4, 1), 2), torch.ones(4, 1)).sum().backward()
+    assert not watched.end()
+    assert "torch.compile" in watched.probes["down_proj"].why_unread
+
+
+def test_an_expert_that_differs_is_a_finding_of_the_audit():
+    what = "computes with the transpose of its weights; the layer's other experts: none"
+    detail = f"layers.7.mlp.experts.down_proj expert 2 rollout: {what}"
+    events = pd.DataFrame({"step": [1], "time_ns": [1], "kind": ["experts"], "detail": [detail]})
+    (found,) = find_pitfalls([], events)
+    assert (found.pitfall.slug, found.modules) == ("expert_differs", ("layers.7.mlp.experts.down_proj",))
+    assert found.detail == f"expert 2 rollout: {what}"

@@ -18,6 +18,7 @@ from torch import nn
 from mxprobe.agent.adapters.adapter import Reading, first_argument
 from mxprobe.agent.guard import in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.hooks import ModuleProbe, own_tensor
+from mxprobe.agent.inventory import is_compiled
 from mxprobe.agent.moe.gemms import Gemm, GemmWatch
 from mxprobe.agent.moe.snapshot import (
     CPU_ELEMENTS,
@@ -111,6 +112,9 @@ class ExpertsProbe(ModuleProbe):
         parameter = expert_parameters(self.module).get(self.part)
         if parameter is None or not is_plain(parameter):
             self.why_unread = "its weight is no plain tensor (sharded or quantized)"
+            return
+        if any(is_compiled(each) for each in self.module.modules()):
+            self.why_unread = "a part of it runs inside torch.compile, and would be compiled anew under a function mode"
             return
         snapshot = self._filling = ExpertsSnapshot(
             module=self.name,

@@ -17,8 +17,11 @@ from mxprobe.agent.moe.gemms import Gemm
 from mxprobe.agent.sampling import TILE, sample_tiles, take
 from mxprobe.agent.snapshot import event_now
 
-CPU_ROWS, DEVICE_ROWS = 512, 1 << 14
+CPU_ROWS, DEVICE_ROWS = 256, 1 << 14
 """Rows copied of one GEMM, over all experts."""
+CPU_FEATURES, DEVICE_FEATURES = 64, 512
+"""Output features (and input features, for the backward products) copied of each expert: on a CPU the experts
+of a layer cost about what a Linear does."""
 CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 19, 1 << 22
 """Elements of one copied operand; experts that do not fit take turns."""
 
@@ -51,8 +54,9 @@ class Layout(NamedTuple):
         tiles = max(min(n_rows // TILE // n, elements // (TILE * widest * n)), 1)
         generator = torch.Generator().manual_seed(seed)
         experts = torch.randperm(n_experts, generator=generator)[:n].sort().values.tolist()
-        limit = max(elements // (n * max(in_features, 1)), TILE)
-        limit_in = max(elements // (n * max(out_features, 1)), TILE)
+        most = CPU_FEATURES if is_cpu else DEVICE_FEATURES
+        limit = max(min(elements // (n * max(in_features, 1)), most), TILE)
+        limit_in = max(min(elements // (n * max(out_features, 1)), most), TILE)
         return cls(
             n_experts=n_experts,
             experts=tuple(experts),
