@@ -385,6 +385,7 @@ class Controller:
             "last_step": self._recorder.last_step,
             "n_batches": self._recorder.n_batches,
             "n_rows": self._recorder.n_rows,
+            "lost_ranks": self._recorder.lost_ranks,
             "agent": self._agent.status,
         }
 

@@ -58,6 +58,7 @@ def _lines(status: dict[str, Any]) -> str:
     if status["last_step"] is not None:
         lines.append(f"  recorded   up to step {status['last_step']}, {status['n_rows']} rows")
     lines += _overhead(agent) if agent.get("step_ns") else []
+    lines += [f"  lost       {words}" for words in status.get("lost_ranks", [])]
     if agent:
         lines.append(f"  lost       {agent.get('n_dropped', 0)} rows dropped, {agent.get('n_errors', 0)} errors")
     return "\n".join(lines)
