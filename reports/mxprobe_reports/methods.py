@@ -124,7 +124,10 @@ def _raw(operands: Operands) -> Html:
 
 
 def _thresholds(thresholds: Thresholds) -> Html:
-    rows = [[tag("code", name), number(float(value))] for name, value in vars(thresholds).items()]
+    shown = (
+        (name, value if isinstance(value, str) else number(float(value))) for name, value in vars(thresholds).items()
+    )
+    rows = [[tag("code", name), text] for name, text in shown]
     return tag(
         "details", tag("summary", "Thresholds of the verdict"), table(["threshold", "value"], rows, numeric=(1,))
     )

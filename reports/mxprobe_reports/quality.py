@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from . import ranks
 from .inputs import Inputs
 from .markup import Html, card, join, pairs, percent, scope, table, tag
 from .operands import Operands
@@ -28,7 +29,7 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
         )
     found += _losses(inputs.overhead)
     found += _non_finite(operands)
-    found += _ranks(inputs, operands)
+    found += ranks.sentences(inputs, operands)
     if not inputs.events.empty and (inputs.events["kind"] == "eager").any():
         found.append(
             "Probed steps ran the compiled model eagerly (--eager-probe-steps): the run is not bit for bit what it "
@@ -37,26 +38,6 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
     phases = set(operands.phases) - {operands.phase}
     if phases:
         found.append(f"Operand statistics of phase {', '.join(sorted(phases))} are in the trace but not on this page.")
-    return found
-
-
-def _ranks(inputs: Inputs, operands: Operands) -> list[str]:
-    """Ranks that ran but measured no operand, and ranks that the page has no room for."""
-    if not operands.n_rows:
-        return []
-    frames = (inputs.overhead, inputs.modules, inputs.signals)
-    ran = {int(rank) for frame in frames if "rank" in frame for rank in frame["rank"].dropna().unique()}
-    measured = set(operands.ranks_measured)
-    gaps = sorted((set(range(max(ran | measured) + 1)) | ran) - measured)
-    found: list[str] = []
-    if gaps:
-        listed = ", ".join(map(str, gaps[:8])) + (" and more" if len(gaps) > 8 else "")
-        found.append(
-            f"No operand was measured on rank {listed}: what is shown is of the other {len(measured)}. The rank was "
-            "not attached, or its files are missing."
-        )
-    if len(operands.ranks) not in (0, len(measured)):
-        found.append(f"The page holds the first {len(operands.ranks)} of {len(measured)} ranks one by one; all count.")
     return found
 
 
