@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,6 +220,39 @@ def test_a_job_started_by_run_is_entered_through_the_listeners_of_its_ranks(tmp_
         (0, "listener", 0.0),
         (1, "listener", 0.0),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [(), ("--fsdp2",)], ids=["ddp", "fsdp2"])
+def test_every_rank_switches_its_recipe_at_the_same_step(kind: tuple[str, ...], tmp_path: Path) -> None:
+    """`mxprobe set --job` on a live job is the script that emulates from that step on, on each rank, bit for bit."""
+    launcher, trace = (*TORCHRUN, "--nproc-per-node=2"), tmp_path / "a.mxprobe"
+    with launched(tmp_path / "attached", launcher, 2, "0", *kind) as job:
+        done = mxprobe("attach", "--job", job.pid, "-o", str(trace), "--background", "--every", "1000", timeout_s=180)
+        assert done.returncode == 0, done.stderr
+        job.wait_for_steps(3)
+        done = mxprobe("set", str(job.pids[0]), "--recipe", "paper", timeout_s=180)
+        assert done.returncode == 4
+        assert "one rank alone must not train under another recipe" in done.stderr
+        done = mxprobe("set", "--job", job.pid, "--recipe", "paper", timeout_s=180)
+        assert done.returncode == 0, done.stderr
+        steps = {int(step) for step in re.findall(r"from step (\d+) on", done.stdout)}
+        assert (len(steps), done.stdout.count("not emulated -> paper")) == (1, 2), done.stdout
+        job.wait_for_steps(10)
+        done = mxprobe("detach", "--job", job.pid, timeout_s=180)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "attached" / "stop").touch()
+        job.wait_for_end()
+        seen = job.all_losses
+    order = f"{steps.pop() - 1}=paper"
+    arguments = (str(len(seen[0]) - 1), *kind, "--pause-s", "0")
+    with launched(tmp_path / "by_hand", launcher, 2, *arguments, "--order", order) as by_hand:
+        by_hand.wait_for_end()
+        assert by_hand.all_losses == seen
+    with launched(tmp_path / "control", launcher, 2, *arguments) as control:
+        control.wait_for_end()
+        assert control.all_losses != seen
+    assert list(open_trace(trace).events().query("kind == 'emulation'")["rank"]) == [0, 1]
 
 
 @pytest.mark.slow
