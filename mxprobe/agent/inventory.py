@@ -105,6 +105,8 @@ NO_GRADIENT = (
     "loss does not depend on it"
 )
 
+NOT_REPLAYED = "has no sensitivity and no place in replays, which compute nn.Linear alone"
+
 
 def _below(roots: list[nn.Module], is_top: Callable[[nn.Module], bool]) -> set[int]:
     """ids of the modules that are, or are inside, one for which `is_top` holds."""
@@ -197,7 +199,9 @@ def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
     if probe is None:
         return NOT_SELECTED, "its name matches none of the layer patterns"
     if probe.last_probed < 0 or probe.train_rows:
-        return PROBED, "; ".join(each for each in (probe.withheld, NO_GRADIENT * (probe.n_lost_gradients > 0)) if each)
+        not_replayed = NOT_REPLAYED * (not isinstance(entry.module, nn.Linear))
+        told = (probe.withheld, NO_GRADIENT * (probe.n_lost_gradients > 0), not_replayed)
+        return PROBED, "; ".join(each for each in told if each)
     if entry.obstacle:
         return NOT_CALLED, entry.obstacle
     if probe.why_unread:

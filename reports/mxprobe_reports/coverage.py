@@ -8,6 +8,8 @@ from mxprobe.attribution import Recommendation
 from .markup import Html, basis, card, percent, scope, table, tag
 
 MAX_NOT_SEEN = 40
+NOT_REPLAYED = "no place in replays"
+"""In the reason of a module that the agent measures and does not replay."""
 
 
 def section(recommendation: Recommendation, modules: pd.DataFrame) -> Html:
@@ -30,7 +32,20 @@ def section(recommendation: Recommendation, modules: pd.DataFrame) -> Html:
         "div", tag("i", style=f"width: {100 * min(max(frac, 0.0), 1.0):.2f}%"), class_="meter", role="img",
         aria_label=f"{percent(frac)} of the work seen",
     )  # fmt: skip
-    return card(title, headline, words, meter, _not_seen(modules), kind=kind)
+    return card(title, headline, words, meter, _not_replayed(modules), _not_seen(modules), kind=kind)
+
+
+def _not_replayed(modules: pd.DataFrame) -> Html:
+    """Modules whose operands are measured and that replays leave as they are."""
+    told = modules["reason"].fillna("").astype(str).str.contains(NOT_REPLAYED, regex=False)
+    names = modules.loc[told & (modules["status"].astype(str) == "probed"), "module"].astype(str).nunique()
+    if not names:
+        return Html("")
+    words = (
+        f"{names} of them are no nn.Linear (fused experts, routers, other libraries' layers): measured, but without a "
+        "predicted KL, as replays compute nn.Linear alone."
+    )
+    return tag("p", words, class_="note")
 
 
 def _not_seen(modules: pd.DataFrame) -> Html:

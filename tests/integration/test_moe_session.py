@@ -71,6 +71,8 @@ def test_experts_and_routers_are_covered_and_a_router_quantized_on_one_side_is_n
     inside = {name: row for name, row in modules.items() if "mlp" in name}
     assert set(inside) == {f"model.layers.{i}.mlp.{part}" for i in (0, 1) for part in PARTS}
     assert {row["status"] for row in inside.values()} == {"probed"}
+    assert all("replays" in row["reason"] for row in inside.values())
+    assert not modules["lm_head"]["reason"]
     n_tokens = inside[quantized]["train_rows"]
     expert = inside["model.layers.0.mlp.experts.gate_up_proj"]
     assert expert["train_rows"] == 2 * n_tokens

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from mxprobe.agent.inventory import NOT_REPLAYED
 from mxprobe.agent.recorder import to_columns
 from mxprobe.attribution.experts import Mixture, Standout
 from mxprobe.protocol import AgentConfig
 from mxprobe.trace import TraceWriter, open_trace
+from mxprobe_reports import coverage
 from mxprobe_reports import experts as page
 from tests.moe_models import tiny, tokens
+from tests.report_frames import modules_table, recommendation
 from tests.unit.test_moe_experts import Watched, rows_of
 
 GATE = "model.layers.0.mlp.gate"
@@ -127,3 +130,12 @@ def test_nothing_stands_out_where_all_are_alike():
     row = {"module": "a", "role": "x_fwd", "expert": 0, "n": 100.0, "n_zeroed": 12.0, "out_ref2": 1.0, "out_e2": 0.25}
     mixture = Mixture(spread, [row], [], {}, None, ())
     assert mixture.standouts() == [Standout("a", "x_fwd", 0, "output_error", 0.25, 0.1)]
+
+
+def test_coverage_says_what_replays_leave_out():
+    frame = modules_table(["a.q_proj", "a.experts.down_proj"])
+    frame["reason"] = [NOT_REPLAYED if "experts" in name else "" for name in frame["module"]]
+    recommended = recommendation(["a.q_proj"])
+    assert "1 of them are no nn.Linear" in coverage.section(recommended, frame)
+    frame["reason"] = ""
+    assert "no nn.Linear" not in coverage.section(recommended, frame)
