@@ -100,7 +100,7 @@ def write_part(final: Path, table: str, tables: Iterable[Any]) -> None:
     pending: list[Any] = []
     n_pending = 0
     with layout.removed_on_error(temporary):
-        with open(temporary, "wb") as file:
+        with open(layout.fresh(temporary), "wb") as file:
             with pq.ParquetWriter(file, table_schema(table), **options) as writer:
                 for piece in tables:
                     pending.append(piece)

@@ -149,12 +149,18 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with removed_on_error(temporary):
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(fresh(temporary), "w", encoding="utf-8") as file:
             json.dump(data, file, indent=1, default=str)  # ASCII: command lines may hold lone surrogates
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+
+
+def fresh(temporary: Path) -> int:
+    """A descriptor of a new file of that name, in place of a leftover; never one that a link there points to."""
+    temporary.unlink(missing_ok=True)
+    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 @contextmanager
@@ -172,7 +178,7 @@ def lock_writer(directory: Path) -> int | None:
 
     The kernel drops the lock with the process, so a killed writer never leaves it behind.
     """
-    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

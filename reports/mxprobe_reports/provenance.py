@@ -13,6 +13,14 @@ from mxprobe._version import __version__
 from .inputs import Inputs
 from .markup import Html, card, duration_text, pairs, tag
 
+HOLDS = (
+    "Sums, counts and histograms over tensors; names of modules, parameters and metrics; logged metric values; hashes "
+    "of quantized weight codes; numbers of experts and features; the command lines of the job and of the attach, "
+    "paths, versions and options, error messages of the probe. No prompt, completion, token, weight, activation or "
+    "gradient. The page holds no more than the trace; both hold the command lines, which may hold a secret."
+)
+"""The page's own answer to whether it can be passed on; `tests/unit/test_security.py` holds the schema against it."""
+
 
 def section(inputs: Inputs, command_line: str) -> Html:
     run = inputs.run
@@ -20,6 +28,7 @@ def section(inputs: Inputs, command_line: str) -> Html:
     if command_line:
         entries.append(("command", tag("code", command_line)))
     entries += _run_entries(run)
+    entries.append(("the trace holds", HOLDS))
     return card("Versions and command line", pairs(entries), id="versions")
 
 
