@@ -305,6 +305,19 @@ TABLES: dict[str, Columns] = {
         ("err2", "float64"),  # ||dW of the arm - dW of high||^2
         ("ref_err", "float64"),  # <dW of high, dW of the arm - dW of high>
     ),
+    # Hashes of some rows of each weight, by the trainer and by an engine that serves: see
+    # mxprobe.agent.engines.fingerprints. Joined by time and module.
+    "weight_codes": (
+        ("step", "int64"),  # of this process: optimizer steps, or passes served
+        ("time_ns", "int64"),
+        ("module", "dict"),  # the trainer's name
+        ("phase", "dict"),  # train, rollout
+        ("form", "dict"),  # train: bf16, mxfp4+<rule>; rollout: held, transposed, not comparable
+        ("layout", "dict"),  # of an engine: how it stores the weight, or why it cannot be compared
+        ("shape", "list<int64>"),  # of the whole weight
+        ("features", "list<int64>"),  # rows that are hashed
+        ("hashes", "list<int64>"),
+    ),
     # What the error of one operand does to the weight gradients of the whole model, wherever it travels: see
     # mxprobe.agent.replay.gradient_probes.
     "gradient_probes": (

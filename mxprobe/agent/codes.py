@@ -53,6 +53,8 @@ class Copies(NamedTuple):
     device: torch.device
     ready: Any
     """CUDA event after which they hold their values; None on the CPU."""
+    out_features: Mapping[str, int] = {}
+    """Of the whole weights, by module, where their rows are to be hashed."""
 
 
 class Finding(NamedTuple):
@@ -78,7 +80,8 @@ def copy_versions(step: int, modules: Mapping[str, nn.Module]) -> list[Copies]:
             watched = sample_watched(module)
             if watched is not None:
                 by_device.setdefault(device, {})[name] = Version(step, *watched)
-    return [Copies(versions, device, event_now(device)) for device, versions in by_device.items()]
+    sizes = {name: m.out_features for name, m in modules.items() if isinstance(m, nn.Linear)}
+    return [Copies(versions, device, event_now(device), sizes) for device, versions in by_device.items()]
 
 
 def codes_word(w: torch.Tensor) -> str:

@@ -30,6 +30,9 @@ from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
 from mxprobe.agent.eager import EagerSteps
+from mxprobe.agent.engines import forms
+from mxprobe.agent.engines.layouts import HeldWeight, weights_of
+from mxprobe.agent.engines.sync import Held, WeightSync
 from mxprobe.agent.flight import FlightTap, Norms
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
@@ -98,6 +101,7 @@ class Session:
         self._replays = Replays(config, self._clock, self.guard, self._on_event)
         self._tokens = TokenTaps(self._clock, self.guard, self._on_event)
         self._norms = NormWatch(self.guard)
+        self._sync = WeightSync(self.guard, self._on_event)
         self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
         self._black_box = black_box.BlackBox(config.follow_steps)
         self._eager = EagerSteps(config.eager_probe_steps, self.guard, self._on_event)
@@ -343,6 +347,8 @@ class Session:
                 self.role = "rollout"
                 self._install([module])
                 self._handles.append(module.register_forward_hook(self._on_root_leave, always_call=True))
+                self._handles.append(self._sync)
+                self._sync.watch([module])
                 self._begin_step()
         except Exception as error:
             self.guard.swallow("first serving pass", error)
@@ -413,6 +419,10 @@ class Session:
         measured = self._tokens.finish()
         if measured is not None:
             self.worker.put(lambda: self._record_rollouts(measured))
+        if self.role == "rollout" and (self._sync.is_due or clock.probed):
+            held = self._sync.take([root for reference in self._roots if (root := reference()) is not None])
+            if held is not None:
+                self.worker.put(lambda: self._record_held(held, step))
         weights = self._norms.finish()
         if weights is not None:
             self.worker.put(lambda: self._record_norms(weights, step))
@@ -526,6 +536,13 @@ class Session:
 
         self.worker.aside(measured.device, [measured.ready], record)
 
+    def _record_held(self, held: Held, step: int) -> None:
+        def record() -> None:
+            for row in held.rows(self.worker.step_base + step):
+                self._recorder.add(forms.TABLE, row)
+
+        self.worker.aside(held.device, [held.ready], record)
+
     def _record_norms(self, weights: NormWeights, step: int) -> None:
         def record() -> None:
             for detail in self.worker.norm_changes(weights):
@@ -603,4 +620,7 @@ class Session:
 
 
 def _has_linear(module: nn.Module) -> bool:
-    return any(adapter_of(m) is not None for m in module.modules())
+    """Something to measure: a GEMM that an adapter knows, or an engine's weight that can be compared."""
+    return any(adapter_of(m) is not None for m in module.modules()) or any(
+        isinstance(each, HeldWeight) for each in weights_of(module)
+    )

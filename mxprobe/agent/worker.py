@@ -10,6 +10,8 @@ from typing import Any, Callable
 import torch
 
 from mxprobe.agent.codes import RECENT, Copies, Version, WeightHistory
+from mxprobe.agent.engines import forms
+from mxprobe.agent.engines.fingerprints import trainer_rows
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.measure import measure_step
 from mxprobe.agent.moe.behaviour import OutputState
@@ -20,6 +22,7 @@ from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.snapshot import Snapshot
 from mxprobe.agent.updates import update_row
 from mxprobe.protocol import AgentConfig
+from mxprobe.schema import Phase
 
 Job = Callable[[], None]
 
@@ -49,6 +52,7 @@ class Worker:
         self._found: set[tuple[str, str]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._history = WeightHistory()
+        self._generates = False
         self._experts = OutputState()
         self._updates_due: dict[str, int] = {}
         self._streams: dict[torch.device, Any] = {}
@@ -182,11 +186,21 @@ class Worker:
     def _keep(self, copies: Copies) -> None:
         self._history.keep(copies)
         for name, version in copies.versions.items():
+            self._hash(name, version, copies.out_features.get(name, 0))
             newest = self._history.newest(name)
             due = self._updates_due.get(name, 0) <= version.step
             if len(newest) == 3 and due and not self._stopping:
                 self._updates_due[name] = version.step + UPDATES_EVERY
                 self._recorder.add("updates", self._update(name, *newest))
+
+    def _hash(self, name: str, version: Version, out_features: int) -> None:
+        """For engines elsewhere; a process that generates is asked by its outputs, see `WeightHistory`."""
+        if not out_features or self._generates or self._stopping:
+            return
+        index = torch.arange(len(version.weight)) * out_features // max(len(version.weight), 1)
+        step = self.step_base + version.step
+        for row in trainer_rows(name, version.weight, index, out_features, step=step):
+            self._recorder.add(forms.TABLE, row)
 
     def _update(self, name: str, earlier: Version, before: Version, now: Version) -> dict[str, Any]:
         values = update_row(earlier.weight, before.weight, now.weight, rule=self._config.rule)
@@ -195,6 +209,7 @@ class Worker:
         return {**steps, "time_ns": time.time_ns(), **how, **values}
 
     def _measure_here(self, snapshots: list[Snapshot | ExpertsSnapshot]) -> None:
+        self._generates = self._generates or any(each.phase == Phase.ROLLOUT.value for each in snapshots)
         rows = measure_step(
             snapshots,
             self._config,

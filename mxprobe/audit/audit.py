@@ -9,6 +9,7 @@ import pandas as pd
 
 from mxprobe.trace import Trace
 
+from .held import find_held, held_versions
 from .modules import ModuleAudit, SideAudit, module_audits
 from .pitfalls import Finding, find_pitfalls
 
@@ -85,4 +86,7 @@ def audit(trainer: Trace, rollout: Trace | None = None) -> Audit:
         )
         events = pd.concat([events[events["kind"] != "weight_sync"], rollout.events()], ignore_index=True)
     source = trainer if rollout is None else rollout
-    return Audit(str(trainer.directory), str(source.directory), modules, find_pitfalls(modules, events))
+    findings = find_pitfalls(modules, events)
+    if rollout is not None:
+        findings += find_held(held_versions(trainer, rollout))
+    return Audit(str(trainer.directory), str(source.directory), modules, findings)

@@ -115,6 +115,11 @@ PITFALLS: dict[str, Pitfall] = {
             "mismatch that no rounding explains: weights from before attach, another model, a kernel fault",
         ),
         Pitfall(
+            "flipped_weights",
+            "single rows of the rollout's weights differ from the trainer's",
+            "mismatch of a few layers from one refit on: a bit flip, a torn transfer",
+        ),
+        Pitfall(
             "zero_gradient",
             "no gradient comes back to some modules",
             "what lies below does not learn: an activation quantizer without straight-through estimator",

@@ -1,0 +1,91 @@
+"""Hashes of some rows of a weight, on both sides of a weight sync: rows of table `weight_codes`.
+
+    features f(i) = floor(i O / F), i < F = min(O, max(8, 2^14 / 4 K))       the same for W [O, K] on every side
+    hash           of the row's values in bfloat16, blake2b, 8 bytes
+
+The trainer hashes its rows as they are and rounded by each rule that an engine may round them by (`form`), for every
+version that the agent keeps. The engine hashes the rows it holds, decoded, and its columns as if they were rows
+(`transposed`). Equal hashes of all rows are equal weights, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mxprobe.agent.engines.forms import AS_HELD, BF16, NOT_COMPARABLE, ROLLOUT, ROUNDED, TRAIN, TRANSPOSED
+from mxprobe.agent.engines.layouts import HeldWeight
+from mxprobe.agent.recipes import quantize
+
+HASHED_BYTES = 1 << 14
+MIN_FEATURES = 8
+
+Row = dict[str, Any]
+
+
+def features_of(out_features: int, in_features: int) -> torch.Tensor:
+    """int64 [F], on the CPU."""
+    n = min(max(HASHED_BYTES // max(4 * in_features, 1), MIN_FEATURES), out_features)
+    return torch.arange(n) * out_features // max(n, 1)
+
+
+def row_hashes(values: torch.Tensor) -> list[int]:
+    """int64 of each row of [F, K], alike exactly where the rows are in bfloat16; zeros of either sign are."""
+    data = (values.detach().to(torch.bfloat16) + 0.0).contiguous().view(torch.int16).cpu().numpy()
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in data)
+    return [int.from_bytes(digest, "big", signed=True) for digest in digests]
+
+
+def trainer_rows(
+    module: str, weight: torch.Tensor, index: torch.Tensor, out_features: int, *, step: int
+) -> Iterator[Row]:
+    """Of one version of W: `weight` [F', K] are its rows `index`, among which the hashed ones are looked for."""
+    wanted = features_of(out_features, weight.shape[1])
+    index = index.cpu()
+    at = torch.searchsorted(index, wanted).clamp(max=max(len(index) - 1, 0))
+    there = index[at] == wanted
+    values = weight[at[there].to(weight.device)]
+    for form in (BF16, *ROUNDED):
+        rounded = values if form == BF16 else quantize(values.float(), form)
+        yield _row(module, TRAIN, form, "", (out_features, weight.shape[1]), wanted[there], rounded, step)
+
+
+def engine_rows(weight: HeldWeight, values: torch.Tensor, columns: torch.Tensor | None, *, step: int) -> Iterator[Row]:
+    """Of one weight that an engine holds: its rows `features_of` it and, as `transposed`, its columns."""
+    n_out, n_in = weight.shape
+    yield _row(weight.module, ROLLOUT, AS_HELD, weight.layout, weight.shape, features_of(n_out, n_in), values, step)
+    if columns is not None:
+        turned = features_of(n_in, n_out)
+        yield _row(weight.module, ROLLOUT, TRANSPOSED, weight.layout, (n_in, n_out), turned, columns, step)
+
+
+def not_comparable_row(module: str, why: str, *, step: int) -> Row:
+    empty = torch.zeros(0, dtype=torch.long)
+    return _row(module, ROLLOUT, NOT_COMPARABLE, why, (0, 0), empty, torch.zeros(0, 1), step)
+
+
+def _row(
+    module: str,
+    phase: str,
+    form: str,
+    layout: str,
+    shape: tuple[int, int],
+    features: torch.Tensor,
+    values: torch.Tensor,
+    step: int,
+) -> Row:
+    return {
+        "step": step,
+        "time_ns": time.time_ns(),
+        "module": module,
+        "phase": phase,
+        "form": form,
+        "layout": layout,
+        "shape": list(shape),
+        "features": features.tolist(),
+        "hashes": row_hashes(values),
+    }

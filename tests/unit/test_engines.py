@@ -1,0 +1,193 @@
+"""Which weights an engine holds: decoded by its layout, set against the trainer's versions, named where wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mxprobe.agent.engines.fingerprints import engine_rows, features_of, not_comparable_row, trainer_rows
+from mxprobe.agent.engines.layouts import HeldWeight, NotComparable, decode_mxfp4, weights_of
+from mxprobe.agent.recipes import quantize
+from mxprobe.agent.weights import watched_features
+from mxprobe.audit import audit
+from mxprobe.audit.held import HeldVersion, held_versions
+from mxprobe.schema import TABLES
+from mxprobe.trace import TraceWriter, open_trace
+from tests.standin_engine import EngineModel, LinearBase, pack_mxfp4
+
+SIZE, LAYERS = 64, 2
+PARTS = {"q_proj": SIZE, "k_proj": SIZE // 2, "v_proj": SIZE // 2, "o_proj": SIZE}
+
+
+def weights(step: int) -> dict[str, torch.Tensor]:
+    """The trainer's weights of a step, by name."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        f"layers.{layer}.{part}.weight": torch.randn(n_out, SIZE, generator=generator)
+        for layer in range(LAYERS)
+        for part, n_out in PARTS.items()
+    }
+
+
+def held_rows(model: nn.Module, step: int = 1) -> Iterator[dict[str, Any]]:
+    for each in weights_of(model):
+        if isinstance(each, NotComparable):
+            yield not_comparable_row(*each, step=step)
+            continue
+        n_out, n_in = each.shape
+        columns = None if each.columns is None else each.columns(features_of(n_in, n_out))
+        yield from engine_rows(each, each.rows(features_of(n_out, n_in)), columns, step=step)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with TraceWriter(path, {}) as writer:
+        writer.append("weight_codes", {name: [row[name] for row in rows] for name, _ in TABLES["weight_codes"]})
+    return path
+
+
+def versions(*steps: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        for name, w in weights(step).items():
+            index = watched_features(w)
+            rows += trainer_rows(name.removesuffix(".weight"), w[index], index, len(w), step=step)
+    return rows
+
+
+def judged(model: nn.Module, tmp_path: Path) -> dict[str, HeldVersion]:
+    """Of an engine, against a trainer at step 10 whose versions 7 to 10 were kept."""
+    trainer = open_trace(write(tmp_path / "trainer", versions(7, 8, 9, 10)))
+    engine = open_trace(write(tmp_path / "engine", list(held_rows(model))))
+    return {each.module: each for each in held_versions(trainer, engine)}
+
+
+def engine(step: int = 10, *, packed: bool = False) -> EngineModel:
+    model = EngineModel(LAYERS, SIZE, packed=packed)
+    model.load_weights(weights(step).items())
+    return model
+
+
+def test_packed_codes_decode_to_the_quantized_values():
+    w = torch.randn(8, 96)
+    codes, scale = pack_mxfp4(w)
+    assert torch.equal(decode_mxfp4(codes, scale), quantize(w, "mxfp4+rceil").float())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fused_weights_are_found_under_the_trainers_names(packed: bool):
+    found = {each.module: each for each in weights_of(engine(packed=packed)) if isinstance(each, HeldWeight)}
+    assert set(found) == {name.removesuffix(".weight") for name in weights(10)}
+    for name, each in found.items():
+        w = weights(10)[f"{name}.weight"]
+        wanted = quantize(w, "mxfp4+rceil").float() if packed else w
+        assert each.shape == tuple(w.shape)
+        assert torch.equal(each.rows(torch.arange(len(w))), wanted)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_engine_in_step_is_current_and_no_finding(packed: bool, tmp_path: Path):
+    found = judged(engine(packed=packed), tmp_path)
+    assert len(found) == LAYERS * len(PARTS)
+    assert {(each.state, each.lag) for each in found.values()} == {("current", 0)}
+    if packed:
+        assert found["layers.0.q_proj"].detail == "holds the trainer's weights of step 10, rounded as mxfp4 rceil"
+    assert not audit(open_trace(tmp_path / "trainer"), open_trace(tmp_path / "engine")).findings
+
+
+@torch.no_grad()
+def stale(model: EngineModel, packed: bool) -> None:
+    model.load_weights([("layers.1.k_proj.weight", weights(7)["layers.1.k_proj.weight"])])
+
+
+@torch.no_grad()
+def transposed(model: EngineModel, packed: bool) -> None:
+    w = weights(10)["layers.0.o_proj.weight"]
+    model.load_weights([("layers.0.o_proj.weight", w.T.contiguous())])
+
+
+@torch.no_grad()
+def flipped(model: EngineModel, packed: bool) -> None:
+    layer: Any = model.layers[1]
+    if packed:
+        layer.o_proj.weight_packed[3, 5] ^= 1 << 2  # one bit of one code
+    else:
+        layer.o_proj.weight[3, 5] *= 2
+
+
+BEHIND = "holds the trainer's weights of step 7"
+TURNED = "holds the transpose of the trainer's weights"
+BIT = "1 of 64 rows differ from the trainer's weights of step 10"
+PLANTS: list[tuple[Callable[[EngineModel, bool], None], bool, str, str, str, str]] = [
+    (stale, False, "layers.1.k_proj", "behind", "partial_refit", BEHIND),
+    (stale, True, "layers.1.k_proj", "behind", "partial_refit", BEHIND),
+    (transposed, False, "layers.0.o_proj", "transposed", "reordered_weights", TURNED),  # packed: other blocks, unknown
+    (flipped, False, "layers.1.o_proj", "flipped", "flipped_weights", BIT),
+    (flipped, True, "layers.1.o_proj", "flipped", "flipped_weights", BIT),
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=[f"{p[0].__name__}-{'packed' if p[1] else 'plain'}" for p in PLANTS])
+def test_a_planted_fault_is_named_with_its_layer(plant: Any, tmp_path: Path):
+    spoil, packed, module, state, slug, words = plant
+    model = engine(packed=packed)
+    spoil(model, packed)
+    found = judged(model, tmp_path)
+    assert {name for name, each in found.items() if each.state != "current"} == {module}
+    assert found[module].state == state
+    assert found[module].detail.startswith(words)
+    (finding,) = audit(open_trace(tmp_path / "trainer"), open_trace(tmp_path / "engine")).findings
+    assert (finding.pitfall.slug, finding.modules) == (slug, (module,))
+
+
+def test_an_engine_three_steps_behind_is_stale_as_a_whole(tmp_path: Path):
+    found = judged(engine(7), tmp_path)
+    assert {(each.state, each.lag) for each in found.values()} == {("behind", 3)}
+    (finding,) = audit(open_trace(tmp_path / "trainer"), open_trace(tmp_path / "engine")).findings
+    assert finding.pitfall.slug == "stale_weights"
+
+
+def test_a_version_between_those_kept_is_not_called_torn(tmp_path: Path):
+    """A small step: few rows change their codes, in every module."""
+    model, noise = EngineModel(LAYERS, SIZE, packed=True), torch.Generator().manual_seed(0)
+    model.load_weights((name, w + 2e-4 * torch.randn(w.shape, generator=noise)) for name, w in weights(10).items())
+    found = judged(model, tmp_path)
+    assert "between" in {each.state for each in found.values()}
+    assert {each.state for each in found.values()} <= {"between", "current"}
+    assert not audit(open_trace(tmp_path / "trainer"), open_trace(tmp_path / "engine")).findings
+
+
+def test_weights_of_another_model_are_unknown(tmp_path: Path):
+    assert {each.state for each in judged(engine(99), tmp_path).values()} == {"unknown"}
+
+
+def test_a_layout_that_is_not_known_is_not_compared(tmp_path: Path):
+    model = engine()
+    layer: Any = model.layers[0]
+    layer.qkv_proj.tp_size = 2
+    layer.o_proj.weight = nn.Parameter(layer.o_proj.weight.to(torch.int32), False)  # as Marlin holds it
+    model.layers[1].o_proj = LinearBase(SIZE, [SIZE], packed=True)
+    swizzled: Any = model.layers[1].o_proj
+    swizzled.weight_scale = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), False)
+    found = judged(model, tmp_path)
+    why = {name: each.detail for name, each in found.items() if each.state == "not comparable"}
+    assert set(why) == {"layers.0.qkv_proj", "layers.0.o_proj", "layers.1.o_proj"}
+    assert "a shard of 2" in why["layers.0.qkv_proj"]
+    assert "int32" in why["layers.0.o_proj"]
+    assert "swizzled perhaps" in why["layers.1.o_proj"]
+    assert not audit(open_trace(tmp_path / "trainer"), open_trace(tmp_path / "engine")).findings
+
+
+def test_experts_stacked_as_w13_and_w2_are_taken_apart():
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.w13_weight = nn.Parameter(torch.randn(2, 32, 16))
+    model.experts.w2_weight = nn.Parameter(torch.randn(2, 16, 16))
+    found = {each.module: each for each in weights_of(model) if isinstance(each, HeldWeight)}
+    assert set(found) == {f"experts.{e}.{p}" for e in range(2) for p in ("gate_proj", "up_proj", "down_proj")}
+    up = found["experts.1.up_proj"]
+    assert torch.equal(up.rows(torch.arange(16)), model.experts.w13_weight[1, 16:])
