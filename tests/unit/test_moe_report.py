@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -13,6 +16,9 @@ from mxprobe.agent.recorder import to_columns
 from mxprobe.attribution.experts import Mixture, Standout
 from mxprobe.protocol import AgentConfig
 from mxprobe.trace import TraceWriter, open_trace
+from mxprobe.trace.arrow import columns_of
+from mxprobe.trace.chunks import chunks
+from mxprobe.trace.thinning import Windows, add_up
 from mxprobe_reports import coverage
 from mxprobe_reports import experts as page
 from tests.moe_models import tiny, tokens
@@ -24,7 +30,12 @@ LAYER = "model.layers.0.mlp.experts"
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+def mixture(written: Path) -> Mixture:
+    return Mixture.of(open_trace(written))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of a layer whose expert 3 has outliers in its weights, a router, flips and log-probabilities."""
     directory = tmp_path_factory.mktemp("moe") / "run.mxprobe"
     model = tiny(experts=8)
@@ -46,7 +57,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
             drawn = {"step": step, "time_ns": step, "source": "generation", "temperature": 1.0, "dtype": "float32"}
             rollouts = [{**drawn, **ROLLOUT, **part} for part in PARTS]
             writer.append("rollouts", to_columns("rollouts", rollouts))
-    return Mixture.of(open_trace(directory))
+    return directory
 
 
 ROUTING: dict[str, Any] = {
@@ -139,3 +150,23 @@ def test_coverage_says_what_replays_leave_out():
     assert "1 of them are no nn.Linear" in coverage.section(recommended, frame)
     frame["reason"] = ""
     assert "no nn.Linear" not in coverage.section(recommended, frame)
+
+
+def test_steps_that_were_added_up_tell_the_same(written: Path, mixture: Mixture):
+    def added(table: str) -> pd.DataFrame:
+        rows = pa.concat_tables(chunks(written, table, list(columns_of(table)))).select(list(columns_of(table)))
+        return add_up(table, rows, Windows(np.array([1]), 3)).to_pandas()
+
+    spread = added("expert_spread")
+    assert (spread["step"] == 1).all()
+    for row in spread.to_dict("records"):
+        before = mixture.spread[row["module"], row["role"], row["measure"]]
+        assert row["n_steps"] == 2
+        assert row["q50"] / row["n_steps"] == pytest.approx(before["q50"])
+    experts = added("experts").set_index(["module", "role", "expert"])
+    for row in mixture.experts:
+        place = (row["module"], row["role"], row["expert"])
+        assert experts.loc[place, "n_zeroed"] == row["n_zeroed"]
+        assert experts.loc[place, "out_e2"] == pytest.approx(row["out_e2"])
+    (router,) = added("routing").to_dict("records")
+    assert (router["n_tokens"], router["top_k"], router["by_logits"]) == (200, 2, True)
