@@ -4,6 +4,7 @@ All nodes must see the trace under the same path (a shared disk). With no cluste
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def partials_on_ray(directory: Path, aggregation: Aggregation) -> Iterator[Any]:
     sums: dict[int, Any] = {}
     if parts:
         ray.data.DataContext.get_current().enable_progress_bars = False
-        summed = ray.data.from_items(parts, override_num_blocks=len(parts)).map(_partial_bytes, fn_args=(aggregation,))
+        work = partial(_partial_bytes, aggregation=aggregation)
+        summed = ray.data.from_items(parts, override_num_blocks=len(parts)).map(work)
         for row in summed.iter_rows():
             sums[row["index"]] = pa.ipc.open_stream(row["sums"]).read_all()
     for index, source in enumerate(found):

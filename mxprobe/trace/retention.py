@@ -206,12 +206,9 @@ class Keeper:
                 if not groups or first >= self._windows.until:
                     continue
                 made = self._made_under.get(part.path)
-                yield _Old(
-                    part,
-                    *(int(each) for each in self._windows.first_of(np.array([first, last]))),
-                    part.path.stat().st_size,
-                    made is None or not made.agrees(self._windows, first, last),
-                )
+                is_changed = made is None or not made.agrees(self._windows, first, last)
+                windows = self._windows.first_of(np.array([first, last]))
+                yield _Old(part, int(windows[0]), int(windows[1]), part.path.stat().st_size, is_changed)
 
     @property
     def _max_part_bytes(self) -> int:
