@@ -130,8 +130,19 @@ class LayerNormMLP(_Norm):
         return F.linear(F.gelu(F.linear(self.norm(inp), self.fc1_weight)), self.fc2_weight)
 
 
-class _Config:
-    sequence_parallel = False
+@pretend("transformer_engine.pytorch.module.grouped_linear")
+class GroupedLinear(_TransformerEngine):
+    """transformer-engine 2.20.2, transformer_engine/pytorch/module/grouped_linear.py."""
+
+    def __init__(self, num_gemms: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        for i in range(num_gemms):
+            self.register_parameter(f"weight{i}", nn.Parameter(torch.randn(out_features, in_features)))
+
+    def forward(self, inp: torch.Tensor, m_splits: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        parts = inp.split(m_splits.tolist())
+        return torch.cat([F.linear(x, getattr(self, f"weight{i}")) for i, x in enumerate(parts)])
 
 
 @pretend("megatron.core.tensor_parallel.layers")

@@ -10,6 +10,7 @@ from mxprobe.agent.adapters.linear import LinearAdapter
 from mxprobe.agent.adapters.megatron import ColumnParallelAdapter, RowParallelAdapter
 from mxprobe.agent.adapters.tensor_parallel import TensorParallelAdapter
 from mxprobe.agent.adapters.transformer_engine import (
+    GroupedLinearAdapter,
     LayerNormLinearAdapter,
     LayerNormMLPAdapter,
     TransformerEngineAdapter,
@@ -21,6 +22,7 @@ ADAPTERS: tuple[Adapter, ...] = (
     RowParallelAdapter(),
     LayerNormLinearAdapter(),
     LayerNormMLPAdapter(),
+    GroupedLinearAdapter(),
     TransformerEngineAdapter(),
     ModelOptAdapter(),
     TorchaoAdapter(),

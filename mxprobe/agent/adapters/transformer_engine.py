@@ -5,6 +5,7 @@
     LayerNormLinear   norm(its input)      its output
     LayerNormMLP fc1  norm(its input)      -                y and G: inside the fused module
     LayerNormMLP fc2  -                    its output       X: the activation is inside the fused module
+    GroupedLinear     -                    -                all of it
 
 norm(x) is computed again on the sampled rows:
 
@@ -154,6 +155,28 @@ class LayerNormMLPAdapter(Adapter):
             Placement(group, out_features=shard, x_tokens=tokens),
             norm_of(module),
         )
+
+
+class GroupedLinearAdapter(Adapter):
+    """Recognised, so that its share of the work is known; its experts are not measured."""
+
+    family = "TransformerEngine GroupedLinear"
+    signatures = (
+        Signature(
+            "transformer_engine",
+            "GroupedLinear",
+            VERSION,
+            ("inp", "m_splits", "is_first_microbatch"),
+            ("num_gemms", "in_features", "out_features"),
+        ),
+    )
+
+    def parts(self, module: nn.Module) -> tuple[str, ...]:
+        return ()
+
+    def hidden(self, module: nn.Module) -> Mapping[str, tuple[tuple[int, int], str]]:
+        why = f"{held(module, 'num_gemms')} experts in one grouped GEMM, which is not taken apart"
+        return {"": ((held(module, "out_features"), held(module, "in_features")), why)}
 
 
 def master(weight: Any) -> Any:
