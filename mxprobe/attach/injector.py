@@ -63,15 +63,15 @@ def inject(pid: int, statement: str) -> dict[str, Any]:
     image = find_python(pid, maps, FUNCTIONS)
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         gate = _syscall_instruction(memory, maps)
-        tracee = _seize(pid)
-        started = time.perf_counter()
+        tracee, standstill = _seize(pid), _Standstill()
         held_back: list[int] = []
         try:
-            tries = _stop_outside(tracee, image)
+            tries = _stop_outside(tracee, image, standstill)
             page, size_bytes = _Call(tracee, memory, gate, held_back).queue(statement, image)
         finally:
             _release(tracee, held_back)
-        pause_ms = (time.perf_counter() - started) * 1e3
+        standstill.end()
+        pause_ms = standstill.total_ms
         return {"image": image.path, "pause_ms": pause_ms, "tries": tries, "page": page, "size_bytes": size_bytes}
 
 
@@ -85,16 +85,16 @@ def unmap(pid: int, pages: list[tuple[int, int]]) -> dict[str, Any]:
         return {"pause_ms": 0.0, "unmapped": []}
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         gate = _syscall_instruction(memory, read_maps(pid))
-        tracee = _seize(pid)
-        started = time.perf_counter()
+        tracee, standstill = _seize(pid), _Standstill()
         held_back: list[int] = []
         try:
+            standstill.begin()
             _stop(tracee)
             _Call(tracee, memory, gate, held_back).unmap(ours)
         finally:
             _release(tracee, held_back)
-        pause_ms = (time.perf_counter() - started) * 1e3
-        return {"pause_ms": pause_ms, "unmapped": [address for address, _ in ours]}
+        standstill.end()
+        return {"pause_ms": standstill.total_ms, "unmapped": [address for address, _ in ours]}
 
 
 def statements_among(pid: int, pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -109,6 +109,20 @@ def statements_among(pid: int, pages: list[tuple[int, int]]) -> list[tuple[int, 
 
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         return [page for page in pages if holds(memory, page[0])]
+
+
+class _Standstill:
+    """For how long the thread does not run on, at most: from asking it to stop until it has been let go."""
+
+    def __init__(self) -> None:
+        self.total_ms = 0.0
+        self._since = 0.0
+
+    def begin(self) -> None:
+        self._since = time.perf_counter()
+
+    def end(self) -> None:
+        self.total_ms += (time.perf_counter() - self._since) * 1e3
 
 
 class _Call:
@@ -223,7 +237,7 @@ def _stop(tracee: Tracee) -> None:
         raise InjectError("stopped")
 
 
-def _stop_outside(tracee: Tracee, image: PythonImage) -> int:
+def _stop_outside(tracee: Tracee, image: PythonImage, standstill: _Standstill) -> int:
     """Stop the thread, preferably where it is not in the interpreter's own code; returns how often that was tried.
 
     The interpreter might hold the lock of its pending calls there. A thread in pure Python is nearly always in it,
@@ -231,11 +245,13 @@ def _stop_outside(tracee: Tracee, image: PythonImage) -> int:
     """
     tries = 0
     while True:
+        standstill.begin()
         _stop(tracee)
         tries += 1
         if tries >= _OUTSIDE_TRIES or not image.holds(tracee.registers().rip):
             return tries
         tracee.resume()
+        standstill.end()
         time.sleep(_OUTSIDE_PAUSE_S)
 
 
