@@ -40,6 +40,23 @@ def command(pids: tuple[int, ...], job: bool, as_json: bool) -> None:
         click.echo("nothing is attached", err=True)
     for answer in [] if as_json else answers:
         click.echo(_lines(answer))
+    for line in [] if as_json else where_ranks_stand(answers):
+        click.echo(line)
+
+
+def where_ranks_stand(answers: list[dict[str, Any]]) -> list[str]:
+    """A line per trace of several ranks that are not at the same step; processes that only log are no ranks."""
+    traces: dict[str, dict[int, int]] = {}
+    for answer in answers:
+        if answer["last_step"] is not None and answer["role"] != "metrics":
+            traces.setdefault(answer["directory"], {})[answer["rank"]] = answer["last_step"]
+    found: list[str] = []
+    for directory, steps in traces.items():
+        first, last = min(steps.values()), max(steps.values())
+        if first < last:
+            behind = ", ".join(str(rank) for rank, step in sorted(steps.items()) if step == first)
+            found.append(f"ranks of {directory} are at steps {first} (rank {behind}) to {last}")
+    return found
 
 
 def _lines(status: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from mxprobe.cli.status import where_ranks_stand
 from mxprobe_reports import Report, ranks
 from tests import report_frames
 
@@ -41,3 +42,12 @@ def test_a_rank_that_is_behind_or_slow_is_named() -> None:
     assert behind.startswith("Rank 1 was last seen at step 60, others at 100")
     (slow,) = said(overhead({0: 100, 1: 100, 2: 100}, {1: 1.5}), (0, 1, 2))
     assert slow.startswith("Rank 1 takes 1.5 times as long per step as the median rank")
+
+
+def test_status_says_where_the_ranks_of_a_trace_stand() -> None:
+    def answer(rank: int, step: int | None, role: str = "trainer", directory: str = "/a") -> dict[str, object]:
+        return {"rank": rank, "last_step": step, "role": role, "directory": directory}
+
+    assert where_ranks_stand([answer(0, 9), answer(1, 9), answer(2, 3, "metrics"), answer(3, None)]) == []
+    ranks_of_a = [answer(0, 9), answer(1, 7), answer(2, 7), answer(0, 5, directory="/b")]
+    assert where_ranks_stand(ranks_of_a) == ["ranks of /a are at steps 7 (rank 1, 2) to 9"]
