@@ -165,8 +165,8 @@ REFUSALS: dict[str, Words] = {
     ),
     "no_model": Words(
         "No model was found in process {pid}{after_detail}.",
-        "its forward passes go through no torch.nn.Module that was seen",
-        "attach to the process that holds the model",
+        "its forward passes go through no torch.nn.Module that was seen, or only through graphs of torch.compile",
+        "attach to the process that holds the model; one compiled in place needs --eager-probe-steps",
     ),
     "load_failed": Words(
         "The agent could not be loaded in process {pid} ({detail}).",
