@@ -154,7 +154,8 @@ class _Agent:
         verb = frame["verb"]
         self._last_ping = time.monotonic()
         if verb == "ack":
-            transport.acknowledge(frame.get("seq", 0))
+            seq = frame.get("seq")
+            transport.acknowledge(seq if isinstance(seq, int) else 0)
         elif verb == "status":
             transport.control({"verb": "status", **session.status()})
         elif verb == "detach":

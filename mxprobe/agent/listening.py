@@ -67,7 +67,7 @@ class Listening:
     def ask_set(self, frame: dict[str, Any]) -> None:
         """No model runs here whose recipe could change."""
         refusal = {"ok": False, "reason": "no_steps", "detail": "it has no torch, so it trains nothing"}
-        self._transport.control({"verb": "set", "id": frame["id"], **refusal})
+        self._transport.control({"verb": "set", "id": frame.get("id", 0), **refusal})
 
     def trigger(self, reason: str) -> None:
         self._on_event("flight", f"asked: {reason}; nothing is recorded here but signals")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mxprobe import listener
+from mxprobe.agent.boot import _Agent  # pyright: ignore[reportPrivateUsage]
+from mxprobe.agent.listening import Listening
+from mxprobe.agent.transport import Transport
 from mxprobe.attach.recorder import RunTrace, TraceRecorder
 from mxprobe.attach.server import ClientAsked, ControlServer, Event
 from mxprobe.protocol import PROTOCOL_VERSION, VERBS, encode, recv_frame
@@ -105,6 +109,38 @@ def test_the_control_socket_serves_the_next_after_anything(
         server.close()
         recorder.end("done")
     assert open_trace(directory / "run.mxprobe").is_complete
+
+
+orders = st.builds(
+    lambda verb, rest: {**rest, "verb": verb},
+    st.sampled_from(["set", "trigger", "ack", "status", "ping", "detach"]) | st.sampled_from(sorted(VERBS)),
+    st.dictionaries(st.sampled_from(["id", "recipe", "at_step", "reason", "seq"]), json_values, max_size=4),
+)
+
+
+@conversations
+@given(sent=st.lists(orders | pieces, max_size=4))
+def test_the_agent_outlives_any_controller(sent: list[Any]) -> None:
+    """It does what it can make sense of, or leaves; `_receive` raises nothing, for its own thread to die of."""
+    ours, theirs = socket.socketpair()
+    agent = _Agent("/nowhere", TOKEN)
+    agent._sock.close()  # pyright: ignore[reportPrivateUsage]
+    agent._sock = ours  # pyright: ignore[reportPrivateUsage]
+    transport = Transport(ours)
+    session = Listening(transport, error_budget=20)
+    try:
+        for each in sent:
+            theirs.sendall(each if isinstance(each, bytes) else encode(each))
+            if isinstance(each, bytes):
+                theirs.shutdown(socket.SHUT_WR)
+                break
+        while select.select([ours], [], [], 0)[0] and not agent._lost:  # pyright: ignore[reportPrivateUsage]
+            agent._receive(session, transport)  # pyright: ignore[reportPrivateUsage]
+            session.tick()
+    finally:
+        session.abandon("done")
+        transport.close()
+        theirs.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,43 @@ from hypothesis import strategies as st
 
 from mxprobe.errors import TraceError
 from mxprobe.schema import TABLES
-from mxprobe.trace import compact, open_trace
+from mxprobe.trace import TraceWriter, compact, open_trace
+from mxprobe.trace.layout import cut_files, live_path, part_files
 from tests import synthetic
 
-N_EXAMPLES = int(os.environ.get("MXPROBE_FUZZ", "60"))
+N_EXAMPLES = int(os.environ.get("MXPROBE_FUZZ", "40"))
 
 
-@pytest.fixture(scope="module", params=["finished", "live"])
+@pytest.fixture(scope="module", params=["finished", "live", "rotated and cut"])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("whole") / "run.mxprobe"
-    return synthetic.write_trace(directory, synthetic.Run(steps=2), close=request.param == "finished")
+    if request.param != "rotated and cut":
+        return synthetic.write_trace(directory, synthetic.Run(steps=2), close=request.param == "finished")
+    return rotated_and_cut(directory)
+
+
+def rotated_and_cut(directory: Path) -> Path:
+    """Parts beside live files, as a writer leaves them that was killed after its files had grown; and what compaction
+    could not read of an earlier one."""
+    writer = TraceWriter(directory, {}, rotate_bytes=3_000)
+    for step in range(4):
+        writer.append("signals", {"step": [step] * 20, "raw_key": [f"key {i}" for i in range(20)], "value": [0.5] * 20})
+        writer.append("events", {"step": [step], "kind": ["x"], "detail": ["y" * 50]}, rank=1)
+    writer.settle()
+    writer.abandon()
+    torn = live_path(directory, "events", 1)
+    torn.write_bytes(torn.read_bytes()[:-20])
+    compact(directory)
+    writer = TraceWriter(directory / "more", {})
+    writer.append("signals", {"step": [9], "raw_key": ["z"], "value": [1.0]})
+    writer.abandon()
+    live = live_path(directory, "signals", 0, 90)
+    live.parent.mkdir(parents=True, exist_ok=True)
+    live_path(directory / "more", "signals", 0).rename(live)
+    shutil.rmtree(directory / "more")
+    assert cut_files(directory)
+    assert len(part_files(directory, "signals")) > 1
+    return directory
 
 
 def files_of(directory: Path) -> list[Path]:
