@@ -1,12 +1,12 @@
 """Elements per second of every backend, and of what a user could run instead.
 
     python benchmarks/kernels.py [--rows 4096] [--columns 4096] [--threads 2] [--repeats 7] [--device cpu]
-                                 [--dtype bfloat16] [--rule rceil] [--ours]
+                                 [--dtype bfloat16] [--rule rceil] [--ours | --formats]
 
 Best wall time of the repeats, and CPU time where the machine is shared (two columns tell contention apart). `eager`
 is the decomposition written in whole-tensor torch operations; `compiled` is torch.compile of the same function;
-`torchao` and `compressed-tensors` quantize to MXFP4 and back, which is a part of the work (no decomposition). A peer
-that is not installed is left out. On a CPU both ratios are of rates per CPU second.
+`numba` is one pass written by hand; `torchao` and `compressed-tensors` quantize to MXFP4 and back, which is a part of
+the work (no decomposition). A peer that is not installed is left out. On a CPU both ratios are of rates per CPU second.
 """
 
 import argparse
@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numba_peer
 import torch
 
 from mxprobe_kernels import cpu_backend, decompose, lite
-from mxprobe_kernels.formats import MXFP4, Rule
+from mxprobe_kernels.formats import FORMATS, MXFP4, Rule
 
 EAGER = "eager (float32, whole tensor, eight sums)"
 
@@ -77,7 +78,9 @@ def compressed_tensors_round_trip() -> Callable[[torch.Tensor], torch.Tensor] | 
     return round_trip
 
 
-def contenders(device: str, rule: Rule, ours: bool) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
+def contenders(
+    device: str, dtype: torch.dtype, rule: Rule, ours: bool
+) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
     """The memory first and `eager` second: what the others are compared with."""
     if device == "cpu":
         yield "memory read", lambda x: x.view(torch.int64).sum()
@@ -99,8 +102,12 @@ def contenders(device: str, rule: Rule, ours: bool) -> Iterator[tuple[str, Calla
         yield "triton lite", lambda x: lite(x, rule=rule, backend="triton")
     if ours:
         return
-    yield "torch (float64, chunked)", lambda x: decompose(x, rule=rule, backend="torch")
+    yield "torch (float64, chunked)", partial(decompose, rule=rule, backend="torch")
     yield "compiled eager (eight sums)", torch.compile(eager_statistics)
+    for histograms, what in ((False, "numba (ten sums, two counts)"), (True, "numba (the same, both histograms)")):
+        by_numba = numba_peer.statistics(histograms) if dtype != torch.float16 else None
+        if by_numba is not None:
+            yield what, by_numba
     round_trip = torchao_round_trip()
     if round_trip is not None:
         yield "torchao `to_mx` round trip (no sums)", round_trip
@@ -108,6 +115,14 @@ def contenders(device: str, rule: Rule, ours: bool) -> Iterator[tuple[str, Calla
     round_trip = compressed_tensors_round_trip()
     if round_trip is not None:
         yield "compressed-tensors round trip (no sums)", round_trip
+
+
+def formats(device: str, rule: Rule) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
+    """Every format by our own kernel and by the torch path."""
+    fast = "cpu" if device == "cpu" else "triton"
+    for name in FORMATS:
+        for backend in (fast, "torch"):
+            yield f"{name} {backend}", partial(decompose, format=name, rule=rule, backend=backend)
 
 
 def best_seconds(run: Callable[[], object], repeats: int, device: str) -> tuple[float, float]:
@@ -136,6 +151,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--rule", choices=[rule.value for rule in Rule], default="rceil", help="of our kernels")
     parser.add_argument("--ours", action="store_true", help="leave out eager and the peers")
+    parser.add_argument("--formats", action="store_true", help="every format instead, by our kernel and by torch")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     g = torch.Generator().manual_seed(0)
@@ -152,7 +168,13 @@ def main() -> None:
     print("|---|---|---|---|---|")
     rates: dict[str, tuple[float, float]] = {}
     unit = 1 if arguments.device == "cpu" else 0
-    for name, run in contenders(arguments.device, Rule(arguments.rule), arguments.ours):
+    rule = Rule(arguments.rule)
+    what = (
+        formats(arguments.device, rule)
+        if arguments.formats
+        else contenders(arguments.device, x.dtype, rule, arguments.ours)
+    )
+    for name, run in what:
         wall, cpu = best_seconds(lambda run=run: run(x), arguments.repeats, arguments.device)
         rates[name] = rate = (x.numel() / wall / 1e9, x.numel() / cpu / 1e9)
         times_eager = f"{rate[unit] / rates[EAGER][unit]:.1f}" if EAGER in rates else ""

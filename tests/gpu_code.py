@@ -49,11 +49,11 @@ def compile_for(
     signature: Mapping[str, str],
     constants: Mapping[str, Any],
     aligned: tuple[str, ...],
-    *,
-    n_warps: int = 1,
-    fused: bool = True,
+    **options: int,
 ) -> Code:
-    """Compile `kernel`. `signature` types its run-time arguments; `aligned` are divisible by 16."""
+    """Compile `kernel` with the options of its launch. `signature` types its run-time arguments; `aligned` are
+    divisible by 16.
+    """
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -61,8 +61,8 @@ def compile_for(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": n_warps, "num_stages": 2, "enable_fp_fusion": fused}
-    compiled = triton_compile(source, target=TARGETS[target], options=options)
+    launched = {"num_warps": 1, "num_stages": 2, "enable_fp_fusion": True, **options}
+    compiled = triton_compile(source, target=TARGETS[target], options=launched)
     return _read_amd(compiled) if target.startswith("gfx") else _read_nvidia(compiled)
 
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Launching the float64 kernel: formats beside MXFP4, and what the fast kernel flags. Nothing here synchronises."""
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def programs(device: torch.device) -> int:
 
 
 def tile_rows(format: Format, device: torch.device) -> int:
-    elements = INTERPRETED_ELEMENTS if device.type == "cpu" else TILE_ELEMENTS
+    """Rows of a tile. Formats that try two scales hold twice as much at a time, and take half as many elements."""
+    elements = INTERPRETED_ELEMENTS if device.type == "cpu" else TILE_ELEMENTS // (1 + format.four_over_six)
     return elements // format.block
 
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """The Triton statistics of experts in one launch: program (p, e) takes tiles of expert e, found by the offsets.
 
 Nothing is read from the device: the grid and the amax of blocks have room for any split of T tokens among E experts.

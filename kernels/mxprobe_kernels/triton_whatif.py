@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Launching the what-if kernel: one launch a correction. Nothing here synchronises or copies to the host."""
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def options(correction: Correction, rule: Rule, dtype: torch.dtype, tile_element
             rule = Rule.RCEIL
         size = format.block
     width = max(size, 32)
+    if kind == _STOCHASTIC:  # the words of four draws are in registers together
+        tile_elements //= 4
     return {
         "KIND": kind,
         "BF16": dtype == torch.bfloat16,
