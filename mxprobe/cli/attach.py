@@ -157,11 +157,19 @@ def command(
     logs and runs no model is attached for its metrics alone.
     """
     from mxprobe.attach.entry import check_reachable
+
+    found = _targets(pids, job=job, ray=ray, wait_s=wait or 0.0)
+    # Not before it is known that there is a process: this brings pyarrow.
     from mxprobe.trace.remote import check_reachable as check_store
     from mxprobe.trace.remote import name_of, url_of
 
-    found = _targets(pids, job=job, ray=ray, wait_s=wait or 0.0)
     if found.nodes:
+        if output is not None and url_of(output) is not None:
+            raise UsageError(
+                "the shares of several nodes come together in a directory here",
+                cause="-o names an object store",
+                remedy="name a directory, and copy it afterwards with `mxprobe export TRACE --upload URL`",
+            )
         directory = output or Path(f"ray-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
         _attach_nodes(found, directory, background=background)
         return
