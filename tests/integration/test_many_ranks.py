@@ -56,12 +56,13 @@ def test_eight_ranks_at_once(tmp_path: Path) -> None:
             job.wait_for_steps(3)
         assert [statements_in_memory(pid) for pid in job.pids] == [0] * N_RANKS
         (tmp_path / "attached" / "stop").touch()
-        job.wait_for_end()
+        until(lambda: all(lines[-1].startswith("end ") for lines in job.all_losses), timeout_s=10 * PATIENCE_S)
         seen = job.all_losses
     n_steps = {len(losses) - 1 for losses in seen}
     assert len(n_steps) == 1
     with launched(tmp_path / "control", launcher, N_RANKS, str(n_steps.pop()), "--pause-s", "0") as control:
-        control.wait_for_end()
+        ended = lambda: all(lines and lines[-1].startswith("end ") for lines in control.all_losses)  # noqa: E731
+        until(ended, timeout_s=10 * PATIENCE_S)
         assert control.all_losses == seen
 
 
