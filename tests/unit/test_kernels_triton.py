@@ -46,12 +46,12 @@ def _interpret(markers: str) -> int:
 
 
 def test_interpreted_kernels_are_exact():
-    assert _interpret("not slow") >= 100
+    assert _interpret("not slow") >= 70
 
 
 @pytest.mark.slow
 def test_interpreted_kernels_are_exact_under_every_rule():
-    assert _interpret("slow") >= 5 * 23 + 11 * 21
+    assert _interpret("slow") >= 5 * 23 + 11 * 21 + 40
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,11 @@ def test_rules_that_saturate_do_not_spill_either(target: str, rule: Rule):
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_experts_in_one_launch_do_not_spill_either(target: str):
     for columns in (False, True):
-        _is_lean(_full(target, torch.bfloat16, columns, grouped=True)[0])
+        code, _ = _full(target, torch.bfloat16, columns, grouped=True)
+        assert (code.spills, code.flushes_subnormals) == (0, False)
+        assert code.shared_bytes <= SHARED_BYTES
+        # beside the flag and two offsets, which are single numbers
+        assert any("128" in name or name.endswith("dwordx4") for name in code.loads), code.loads
 
 
 def _stack(format: str) -> int:
