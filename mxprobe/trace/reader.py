@@ -160,8 +160,8 @@ class Trace:
         excess = self.run.get("excess_bytes")
         if excess:
             found.append(
-                f"The trace takes {excess:,} bytes more than --max-trace allowed: tables that hold no sums are kept "
-                "as they are."
+                f"The trace takes {excess:,} bytes more than --max-trace allowed: the newest step and tables "
+                "that hold no sums are kept as they are."
             )
         found.extend(self._cuts[table] for table in sorted(self._cuts))
         found.extend(

@@ -29,7 +29,7 @@ from .thinning import Windows, thinned
 MAX_WINDOWS = 64
 """As many as the verdict tells apart."""
 MIN_FULL_STEPS = 4
-"""Newest probed steps that a full trace still has at full resolution."""
+"""Newest probed steps that a full trace still has at full resolution; fewer only where these alone are too much."""
 _BEGIN, _END = 0.75, 0.6
 """Shares of `max_bytes`: parts beyond the first are thinned until they are below the second. Live files and the part
 that is being written take the rest."""
@@ -128,12 +128,15 @@ class Keeper:
 
     def _fit(self, kept_from: int) -> None:
         limit = self._retention.max_bytes
-        if limit is None or self._part_bytes() <= _BEGIN * limit:
+        if limit is None:
             return
-        for protected in (lambda cell: cell >= kept_from, lambda _: False):  # the limit outweighs `keep`
+        # The limit outweighs `keep`, and at last the newest steps, too.
+        for protected_from, n_full in ((kept_from, MIN_FULL_STEPS), (None, MIN_FULL_STEPS), (None, 1)):
+            if self._part_bytes() <= _BEGIN * limit:
+                break
             while (size := self._part_bytes()) > _END * limit:
                 cells = self._cells()
-                old = [cell for cell in cells[:-MIN_FULL_STEPS] if not protected(cell)]
+                old = [cell for cell in cells[:-n_full] if protected_from is None or cell < protected_from]
                 if len(old) < 2:
                     break
                 to_go = self._part_bytes(THINNED) / len(cells)
