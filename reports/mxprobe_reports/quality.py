@@ -30,6 +30,9 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
     found += _losses(inputs.overhead)
     found += _non_finite(operands)
     found += ranks.sentences(inputs, operands)
+    if not inputs.events.empty:
+        lost = inputs.events.loc[inputs.events["kind"] == "rank_lost", "detail"]
+        found += [f"Lost: {words}." for words in lost.astype(str)]
     if not inputs.events.empty and (inputs.events["kind"] == "eager").any():
         found.append(
             "Probed steps ran the compiled model eagerly (--eager-probe-steps): the run is not bit for bit what it "
