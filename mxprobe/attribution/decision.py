@@ -15,7 +15,17 @@ from .component import groups, name_component, operand_errors, where
 from .corrections import KEEP, Situation, choose, score_corrections
 from .measured import FORWARD_ROLES, Array, Measured
 from .recommendation import CorrectionScore, OperandGroup
-from .symptom import Fit, Mismatch, RuleMismatch, fit, mismatch, quantized_modules, rule_mismatch
+from .symptom import (
+    Fit,
+    Mismatch,
+    RuleMismatch,
+    far_modules,
+    fit,
+    mismatch,
+    quantized_modules,
+    rule_mismatch,
+    share_of_far,
+)
 from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
@@ -71,7 +81,7 @@ def decide(measured: Measured, weights: Array, thresholds: Thresholds, *, with_w
     if verdict is not None and not with_whatifs:
         parts = _Parts.none(measured)
     else:
-        parts = _Parts.of(measured, weights, thresholds, observed, quantized, reason)
+        parts = _Parts.of(measured, weights, thresholds, observed, quantized, fits, reason)
     chosen: tuple[str, ...] = ()
     if verdict is None:
         verdict, reason, chosen = _choice(parts)
@@ -118,15 +128,20 @@ def _gates(
         return Verdict.NOT_EXPLAINED, Reason.BEHIND
     if observed.n_same_recipe == observed.n_modules or not _in_the_layers(observed, thresholds):
         return Verdict.NOT_EXPLAINED, Reason.ELSEWHERE
+    far = far_modules(fits, len(measured.modules))
     if any(each.far_share >= thresholds.far_share for each in fits):
+        return Verdict.NOT_EXPLAINED, Reason.FAR
+    if share_of_far(observed, far) > thresholds.unexplained:
         return Verdict.NOT_EXPLAINED, Reason.FAR
     return None, Reason.CHOSEN
 
 
 def _in_the_layers(observed: Mismatch, thresholds: Thresholds) -> bool:
-    """Whether enough layers disagree to set the policies apart: fewer than half do, where the fault is local."""
+    """Whether layers disagree enough to set the policies apart: fewer than half, or one by much, in a local fault."""
     return (
-        observed.is_symptom(thresholds) or observed.share_above(observed.gate(thresholds)) >= thresholds.mismatch_share
+        observed.is_symptom(thresholds)
+        or observed.share_above(observed.gate(thresholds)) >= thresholds.mismatch_share
+        or observed.share_above(max(thresholds.mismatch_one, observed.gate(thresholds))) > 0
     )
 
 
@@ -166,6 +181,7 @@ class _Parts:
         thresholds: Thresholds,
         observed: Mismatch,
         quantized: dict[Phase, Mask],
+        fits: tuple[Fit, ...],
         reason: Reason,
     ) -> "_Parts":
         operands = measured.operands
@@ -173,6 +189,8 @@ class _Parts:
             return cls.none(measured)
         shape = (len(measured.modules), len(FORWARD_ROLES))
         counted = _counted_operands(measured, quantized)
+        if reason is Reason.CHOSEN:
+            counted = _that_differ(counted, observed, far_modules(fits, len(measured.modules)))
         errors = operand_errors(operands, weights)
         shares = errors.shares(counted)
         component = name_component(shares, thresholds)
@@ -184,11 +202,24 @@ class _Parts:
             operands=operands,
             mismatch=observed.per_module if reason is Reason.CHOSEN else np.full(shape[0], np.nan),
             gate=observed.gate(thresholds),
-            share=None if observed.median > observed.gate(thresholds) else thresholds.mismatch_share,
+            share=None if observed.median > observed.gate(thresholds) else _share_to_get_under(observed, thresholds),
             counted=counted,
         )
         scores = score_corrections(situation, weights, named, component, thresholds)
         return cls(component, shares, tuple(group for group, _ in named_groups), named, tuple(scores), situation)
+
+
+def _share_to_get_under(observed: Mismatch, thresholds: Thresholds) -> float:
+    """Part of the Linears that may stay over the gate: less than `mismatch_share`, or none where fewer are over."""
+    over = observed.share_above(observed.gate(thresholds))
+    return thresholds.mismatch_share if over >= thresholds.mismatch_share else np.nextafter(0.0, 1.0)
+
+
+def _that_differ(counted: Mask, observed: Mismatch, far: Mask) -> Mask:
+    """Without modules that provably compute the same function on both sides, which set nothing apart, and without those
+    that are far from what rounding does: no correction of it mends them."""
+    differ = counted & ((observed.per_module != 0.0) & ~far)[:, None]
+    return differ if differ.any() else counted
 
 
 def _counted_operands(measured: Measured, quantized: dict[Phase, Mask]) -> Mask:

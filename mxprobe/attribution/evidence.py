@@ -28,6 +28,7 @@ _TRENDS = {
     "grad_norm": "gradient norm",
     "mismatch_logp_abs_mean": "|log-probability mismatch|",
 }
+MAX_FAR_NAMES = 4
 _BACKWARD = (Role.G_DGRAD, Role.W_DGRAD, Role.G_WGRAD, Role.X_WGRAD)
 
 
@@ -52,7 +53,7 @@ def collect(
         *_noise(trace.events()),
         *_divergence(trace),
         *_rules(decision, thresholds),
-        *_fit(decision, thresholds),
+        *_fit(decision, measured, thresholds),
         *_component(decision, thresholds),
         *_backward(trace),
         *_trends(trace.signals()),
@@ -201,14 +202,16 @@ def _divergence(trace: Trace) -> Iterator[Evidence]:
     )
 
 
-def _fit(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
+def _fit(decision: Decision, measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]:
     for each in decision.fits:
         factor = f"{2.0**each.median_log2:.2f}" if math.isfinite(each.median_log2) else "unbounded"
         other = f"; of {each.n_unexplained} the error is mostly another one" if each.n_unexplained else ""
+        names = [measured.modules[m] for m in np.flatnonzero(each.far)]
+        which = f" ({listed(names)})" if 0 < len(names) <= MAX_FAR_NAMES else ""
         yield Evidence(
             f"realised_over_predicted_{each.phase}",
             Certainty.PREDICTED,
-            f"{each.phase}: {each.n_far} of {each.n_quantized} quantized modules are far from what their recipe "
+            f"{each.phase}: {each.n_far} of {each.n_quantized} quantized modules{which} are far from what their recipe "
             f"predicts (median realised/predicted {factor}); {each.n_exact} are reproduced exactly{other}",
             each.far_share,
             thresholds.far_share,

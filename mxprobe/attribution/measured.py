@@ -69,9 +69,10 @@ class OutputSums:
         """[M] output error that the inferred recipe predicts."""
         return divide(weights @ self.predicted2, weights @ self.ref2)
 
-    def unexplained(self) -> Array:
+    def unexplained(self, weights: Array | None = None) -> Array:
         """[M] part of the realised error that the recipe's own rounding leaves unexplained; NaN without an error."""
-        return divide(self.residual2.sum(0), self.realised2.sum(0))
+        weights = np.ones(len(self.residual2)) if weights is None else weights
+        return divide(weights @ self.residual2, weights @ self.realised2)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from mxprobe.schema import Component, Verdict
 
 from . import words
 from .decision import Decision, Reason
-from .evidence import phases_seen
+from .evidence import MAX_FAR_NAMES, phases_seen
 from .measured import Measured
 from .rollouts import behind_words
+from .symptom import far_modules
 from .thresholds import Thresholds
 
 
@@ -50,8 +51,12 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
                 "the layers that were seen compute the same on both sides."
             )
         case Reason.FAR:
+            far = np.flatnonzero(far_modules(decision.fits, len(measured.modules)))
+            names = [measured.modules[m] for m in far]
+            few = 0 < len(names) <= MAX_FAR_NAMES
+            who = f"{words.listed(names)} {'does' if len(names) == 1 else 'do'}" if few else "the layers do"
             return (
-                "Not explained by MXFP4 rounding: the layers do not compute what their inputs and the trainer's "
+                f"Not explained by MXFP4 rounding: {who} not compute what inputs and the trainer's "
                 "weights predict under any recipe known here. No correction can be named for that."
             )
         case Reason.NO_OPERANDS:

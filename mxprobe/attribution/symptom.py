@@ -12,6 +12,7 @@ Of an even number of Linears the median is the upper one: a fault in half of the
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +43,10 @@ class Mismatch:
         return max(thresholds.mismatch, thresholds.mismatch_floor_factor * self.floor)
 
     def is_symptom(self, thresholds: Thresholds) -> bool:
-        """The median Linear over the gate, or at least `far_share` of them: a fault may be in some layers only."""
+        """The median Linear over the gate, or at least `far_share` of them, or one by much: a fault may be local."""
         gate = self.gate(thresholds)
-        return self.n_modules > 0 and (self.median > gate or self.share_above(gate) >= thresholds.far_share)
+        by_much = self.share_above(max(gate, thresholds.mismatch_alone)) > 0
+        return self.n_modules > 0 and (self.median > gate or self.share_above(gate) >= thresholds.far_share or by_much)
 
     def share_above(self, gate: float) -> float:
         """Part of the Linears seen on both sides whose own mismatch exceeds `gate`."""
@@ -81,6 +83,8 @@ class Fit:
     n_far: int
     n_unexplained: int
     """Of those far, the ones of another error than their recipe's."""
+    far: Mask
+    """[M]"""
     n_exact: int
     median_log2: float
     """Median log2(realised / predicted); inf where the recipe predicts no error at all."""
@@ -161,18 +165,32 @@ def fit(measured: Measured, weights: Array, thresholds: Thresholds) -> list[Fit]
         sums = measured.outputs[phase]
         with np.errstate(divide="ignore"):
             ratio = np.log2(sums.realised(weights)[quantized]) - np.log2(sums.predicted(weights)[quantized])
-        unexplained = np.nan_to_num(sums.unexplained()[quantized]) > thresholds.unexplained
+        unexplained = np.nan_to_num(sums.unexplained(weights)[quantized]) > thresholds.unexplained
+        far = np.zeros_like(quantized)
+        far[quantized] = unexplained | (np.abs(ratio) > thresholds.far_log2)
         found.append(
             Fit(
                 phase=phase,
                 n_quantized=int(quantized.sum()),
-                n_far=int((unexplained | (np.abs(ratio) > thresholds.far_log2)).sum()),
+                n_far=int(far.sum()),
                 n_unexplained=int(unexplained.sum()),
                 n_exact=int(sums.is_exact[quantized].sum()),
                 median_log2=float(np.median(ratio)),
+                far=far,
             )
         )
     return found
+
+
+def far_modules(fits: Sequence[Fit], n_modules: int) -> Mask:
+    """[M] far in any phase."""
+    return np.logical_or.reduce([each.far for each in fits], initial=False) | np.zeros(n_modules, dtype=np.bool_)
+
+
+def share_of_far(observed: Mismatch, far: Mask) -> float:
+    """Part of the Linears' summed mismatch that the far ones make."""
+    total = float(np.nansum(observed.per_module))
+    return float(np.nansum(observed.per_module[far])) / total if total > 0 else 0.0
 
 
 def _floor(train: OutputSums, weights: Array, seen: Mask) -> float:

@@ -21,13 +21,16 @@ class Thresholds:
     """Median |realised error in rollout - in training| over Linears that makes a symptom ..."""
     mismatch_floor_factor: float = 3.0
     """... if it is also so many times its floor, the change of realised error between probed steps."""
+    mismatch_alone: float = 0.1
+    """Mismatch of a single Linear that makes a symptom, whatever the others do."""
     ess_loss: float = 0.1
     """Where log-probabilities of both sides are known: part of the effective sample size lost that makes a symptom;
     so does a mean |log-probability difference| of `mismatch_floor_factor` times the floor of its dtype."""
     far_log2: float = 0.3
     """|log2(realised/predicted)| above which a module does not do what its recipe predicts."""
     unexplained: float = 0.5
-    """Part of a module's error energy that its recipe leaves unexplained above which it is far, whatever its size."""
+    """Part of a module's error energy that its recipe leaves unexplained above which it is far, whatever its size; and
+    part of all modules' mismatch that far ones must make for `not_explained`."""
     far_share: float = 0.25
     """Share of quantized modules that must be far for `not_explained`."""
     mismatch_share: float = 0.1

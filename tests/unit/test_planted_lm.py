@@ -110,6 +110,21 @@ def test_codes_that_are_cut_off_are_no_rounding(extent: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["zeros", "truncated"])
+def test_one_broken_layer_among_rounded_ones_is_named_and_gets_no_correction(name: str, tmp_path: Path):
+    """Lost weights make most of the mismatch: not explained. Codes that are cut off do not: the others are noise."""
+    broken = torch.zeros_like if name == "zeros" else lambda w: foreign(name, w)
+    trace, (planted,) = write_planted(
+        tmp_path / "t", "natural", extent="one", rollout=broken, elsewhere=mxfp4, kind_elsewhere="natural"
+    )
+    answer = recommend(open_trace(trace), QUICK)
+    assert (answer.verdict is Verdict.NOT_EXPLAINED) == (name == "zeros"), answer.headline
+    assert planted not in {module for group in answer.where for module in group.modules}
+    (fact,) = [item for item in answer.evidence if item.name == "realised_over_predicted_rollout"]
+    assert planted in fact.text
+
+
+@pytest.mark.slow
 def test_both_sides_by_one_foreign_rule_are_no_mismatch(tmp_path: Path):
     trace, _ = write_planted(tmp_path / "t", "natural", train=by_rule("floor"), rollout=by_rule("floor"))
     answer = recommend(open_trace(trace), QUICK)

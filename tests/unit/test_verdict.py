@@ -356,3 +356,30 @@ def test_recipes_as_corrections(side: str, correction: str) -> None:
 )
 def test_kinds_of_modules(module: str, kind: str) -> None:
     assert kind_of(module) == kind
+
+
+def test_one_layer_that_differs_is_named_where_log_probabilities_do(
+    recorded: Callable[[Run], Path], tmp_path: Path
+) -> None:
+    """All Linears are MXFP4 on both sides, with a deadzone, but for one that the trainer keeps exact."""
+    alike, exact = (
+        open_trace(recorded(Run(train=train, outlier_gain=32.0, layers=2, whatifs=("of:1.0", "mxfp8"))))
+        for train in ("mxfp4+rceil", "none")
+    )
+    name = "model.layers.1.self_attn.q_proj"
+    rows, other = alike.table("outputs"), exact.table("outputs")
+    outputs = pd.concat([rows[rows["module"] != name], other[other["module"] == name]], ignore_index=True)
+    steps = sorted(outputs["step"].unique().tolist())
+    n = [100] * len(steps)
+    sums = {"sum_d": [0.0] * len(n), "sum_abs_d": [5.0] * len(n), "sum_k3": [0.2] * len(n), "sum_w": n, "sum_w2": n}
+    with TraceWriter(tmp_path / "one.mxprobe", {"config": {"rule": "rceil"}}) as writer:
+        writer.append("outputs", _columns(outputs))
+        for table in ("tensors", "whatif"):
+            writer.append(table, _columns(alike.table(table)))
+        about = {"source": ["generation"] * len(n), "stratum": ["all"] * len(n), "dtype": ["float32"] * len(n)}
+        writer.append("rollouts", {"step": steps, "n_tokens": n, **about, **sums})
+    answer = recommend(open_trace(tmp_path / "one.mxprobe"), QUICK)
+    assert answer.verdict is Verdict.ENABLE, answer.headline
+    assert answer.component is Component.DEADZONE
+    assert {module for group in answer.where for module in group.modules} == {name}
+    assert {score.correction for score in answer.corrections if score.cures} >= {"of:1.0", "mxfp8"}

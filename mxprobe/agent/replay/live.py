@@ -34,7 +34,7 @@ HEAD_START = 10
 """The first sensitivity comes after a tenth of its period: a short attach is not charged, a long one soon has it."""
 KEPT_WIDER = ("mxfp8",)
 """Corrections whose own Delta2 is measured beside the error's: what a module kept in that format would still do."""
-REPLAY_FACTOR = 20
+REPLAY_FACTOR = 30
 """A replay with all arms, gradients and directions, in times of one for sensitivity: benchmarks/sensitivity.py."""
 TableRow = tuple[str, "dict[str, Any]"]
 Rows = Callable[[int], "list[TableRow]"]
