@@ -90,7 +90,6 @@ class Session:
         self._transport = transport
         self._recorder = Recorder(transport)
         self.guard = Guard(config.error_budget, self._on_error, lambda: self.abandon("error_budget"))
-        self.worker = Worker(config, self._recorder, self.guard)
         self._clock = Clock()
         self._schedule = Schedule(config.every, config.weights_every)
         self._budget = Budget(config.max_overhead, config.every)
@@ -117,6 +116,7 @@ class Session:
         self._looked_twice = False
         self._inventoried = False
         self._is_out = False
+        self.worker = Worker(config, self._recorder, self.guard)  # a thread: nothing before it may fail any more
         self._watch = RootWatch()
         self._eager.watch()
         try:
