@@ -3,9 +3,9 @@
     python ray_training.py DIRECTORY [--two-nodes]
     python ray_training.py DIRECTORY --control ATTACHED
 
-Writes DIRECTORY/address once the actors train, their losses as hex to DIRECTORY/losses.RANK; ends when there is DIRECTORY/stop.
-With --control the same loops run here, one after the other, without Ray, for as many steps as those of ATTACHED; with --two-nodes the cluster has two nodes
-(two raylets on this machine) and a trainer on each.
+Writes DIRECTORY/address once the actors train, their losses as hex to DIRECTORY/losses.RANK; ends when there is
+DIRECTORY/stop. With --control the same loops run here, one after the other, without Ray, for as many steps as those of
+ATTACHED; with --two-nodes the cluster has two nodes (two raylets on this machine) and a trainer on each.
 """
 
 from __future__ import annotations
