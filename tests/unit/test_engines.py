@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.engines.fingerprints import engine_rows, features_of, not_comparable_row, trainer_rows
+from mxprobe.agent.engines.fingerprints import engine_rows, features_of, not_comparable_row, row_hashes, trainer_rows
 from mxprobe.agent.engines.layouts import HeldWeight, NotComparable, decode_mxfp4, weights_of
 from mxprobe.agent.recipes import quantize
 from mxprobe.agent.weights import watched_features
@@ -76,6 +78,20 @@ def test_packed_codes_decode_to_the_quantized_values():
     w = torch.randn(8, 96)
     codes, scale = pack_mxfp4(w)
     assert torch.equal(decode_mxfp4(codes, scale), quantize(w, "mxfp4+rceil").float())
+
+
+def test_rows_are_hashed_where_there_is_no_numpy(monkeypatch: pytest.MonkeyPatch):
+    def absent(self: torch.Tensor) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", absent)
+    values = torch.tensor([[0.0, 1.0], [-0.0, 1.0], [1.0, 0.0]])
+    first, signed, other = row_hashes(values)
+    assert first == signed != other
+    assert row_hashes(values.T.contiguous().T) == [first, signed, other]
+    assert row_hashes(values[:0]) == []
+    digest = hashlib.blake2b(struct.pack("<HH", 0, 0x3F80), digest_size=8).digest()
+    assert first == int.from_bytes(digest, "big", signed=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])

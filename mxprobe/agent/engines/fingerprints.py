@@ -10,6 +10,7 @@ version that the agent keeps. The engine hashes the rows it holds, decoded, and 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import time
 from collections.abc import Iterator
@@ -35,8 +36,10 @@ def features_of(out_features: int, in_features: int) -> torch.Tensor:
 
 def row_hashes(values: torch.Tensor) -> list[int]:
     """int64 of each row of [F, K], alike exactly where the rows are in bfloat16; zeros of either sign are."""
-    data = (values.detach().to(torch.bfloat16) + 0.0).contiguous().view(torch.int16).cpu().numpy()
-    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in data)
+    data = (values.detach().to(torch.bfloat16) + 0.0).cpu().contiguous()
+    start, size = data.data_ptr(), data.shape[1] * data.element_size()
+    rows = (ctypes.string_at(start + i * size, size) for i in range(data.shape[0]))  # torch may be there without numpy
+    digests = (hashlib.blake2b(row, digest_size=8).digest() for row in rows)
     return [int.from_bytes(digest, "big", signed=True) for digest in digests]
 
 
