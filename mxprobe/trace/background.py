@@ -4,7 +4,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from . import layout
@@ -27,6 +27,8 @@ class Compactor:
         self._done = done
         self._files: queue.SimpleQueue[tuple[layout.LiveFile, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.unexpected: Exception | None = None
+        """The first error that is none of `FAILURES`: the thread goes on, or the writer would wait for it for ever."""
 
     def hand_over(self, file: layout.LiveFile, size_bytes: int) -> None:
         """A live file that nobody writes any more."""
@@ -44,9 +46,18 @@ class Compactor:
     def _work(self) -> None:
         while (item := self._files.get()) is not None:
             file, size_bytes = item
-            with contextlib.suppress(*FAILURES):  # a full disk: the live file stays, and is read as it is
+            with self._outliving():  # a full disk: the live file stays, and is read as it is
                 compact_file(self._directory, file)
             self._done(size_bytes)
             if self._keeper is not None:
-                with contextlib.suppress(*FAILURES):
+                with self._outliving():
                     self._keeper.enforce(time.monotonic())
+
+    @contextlib.contextmanager
+    def _outliving(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except FAILURES:
+            pass
+        except Exception as error:
+            self.unexpected = self.unexpected or error

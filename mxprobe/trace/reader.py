@@ -163,6 +163,8 @@ class Trace:
                 f"The trace takes {excess:,} bytes more than --max-trace allowed: the newest step and tables "
                 "that hold no sums are kept as they are."
             )
+        if self.run.get("compaction_error"):
+            found.append(f"Adding up old steps failed ({self.run['compaction_error']}); no row is lost.")
         found.extend(self._cuts[table] for table in sorted(self._cuts))
         found.extend(
             f"{path.relative_to(self.directory)} holds what could not be read of a live file when it became Parquet."

@@ -98,14 +98,14 @@ class Keeper:
         if not steps or table not in THINNED:
             return
         known = {step for step in steps if isinstance(step, int)}
-        self._newest = max(self._newest, *known) if known else self._newest
-        if table != "overhead":  # a row for every step: they go with the probed one before
-            with self._lock:
+        with self._lock:
+            self._newest = max(self._newest, *known) if known else self._newest
+            if table != "overhead":  # a row for every step: they go with the probed one before
                 self._steps.update(step for step in known if step >= self._windows.until)
-        if self._retention.keep_s is not None and (not self._seen or now_s - self._seen[-1][0] >= _TIME_EVERY_S):
-            self._seen.append((now_s, self._newest))
-            while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._retention.keep_s:
-                self._seen.popleft()
+            if self._retention.keep_s is not None and (not self._seen or now_s - self._seen[-1][0] >= _TIME_EVERY_S):
+                self._seen.append((now_s, self._newest))
+                while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._retention.keep_s:
+                    self._seen.popleft()
 
     def enforce(self, now_s: float) -> None:
         """Add up what is too old or too much. A file that cannot be rewritten stays as it is."""
@@ -155,13 +155,15 @@ class Keeper:
 
     def _kept_from(self, now_s: float) -> int:
         """The first step that `keep` protects."""
+        with self._lock:
+            newest, seen = self._newest, list(self._seen)
         limits: list[int] = []
         if self._retention.keep_steps is not None:
-            limits.append(self._newest - self._retention.keep_steps + 1)
+            limits.append(newest - self._retention.keep_steps + 1)
         if self._retention.keep_s is not None:
-            old = [step for at, step in self._seen if at <= now_s - self._retention.keep_s]
+            old = [step for at, step in seen if at <= now_s - self._retention.keep_s]
             limits.append(old[-1] + 1 if old else 0)
-        return min(limits, default=self._newest + 1)
+        return min(limits, default=newest + 1)
 
     def _cut(self, starts: list[int], until: int) -> None:
         until = max(until, self._windows.until)

@@ -155,6 +155,8 @@ class TraceWriter:
             self._stop()
         self._compactor.finish()
         with self._mutex:
+            if self._compactor.unexpected is not None:
+                self._run["compaction_error"] = repr(self._compactor.unexpected)
             try:
                 compact_live(self.directory)
                 self._keep_at_last()

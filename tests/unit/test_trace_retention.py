@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -244,3 +246,35 @@ def test_the_verdict_of_a_thinned_trace(tmp_path: Path) -> None:
 def test_windows_that_are_not_windows_are_none() -> None:
     for data in (None, [], {"until": 3}, {"starts": ["a"], "until": 3}, {"starts": [1], "until": "x"}):
         assert Windows.from_json(data) is None
+
+
+def test_an_error_that_nobody_expected_stops_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("deque mutated during iteration")
+
+    monkeypatch.setattr(retention.Keeper, "enforce", fail)
+    with TraceWriter(tmp_path / "t.mxprobe", {}, rotate_bytes=1_000, retention=Retention(keep_s=1.0)) as writer:
+        for step in range(20):
+            writer.append("events", {"step": [step], "kind": ["x"], "detail": ["y" * 500]})
+        writer.settle()
+    trace = open_trace(tmp_path / "t.mxprobe")
+    assert trace.is_complete
+    assert len(trace.events()) == 20
+    assert any("deque mutated" in problem for problem in trace.problems)
+
+
+def test_what_is_seen_meanwhile_disturbs_no_look_back(tmp_path: Path) -> None:
+    keeper = retention.Keeper(tmp_path, Retention(keep_s=5000.0), lambda _: None)
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            keeper.enforce(10_000.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        for second in range(20_000):
+            keeper.saw("tensors", [second], float(second))
+        stop.set()
+        looking.result()
