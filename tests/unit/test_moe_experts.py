@@ -399,6 +399,29 @@ def test_experts_with_a_compiled_part_are_left_alone():
     assert "torch.compile" in watched.probes["down_proj"].why_unread
 
 
+class Positioned(nn.Module):
+    """No experts, though it owns matrices as experts do."""
+
+    def __init__(self, below: nn.Module) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(2, 5, 16))
+        self.below = below
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.below(x + self.positions)
+
+
+def test_a_fused_inference_path_below_is_left_on():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    module, x = Positioned(layer), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        wanted = module(x)
+        watched = Watched(module)
+        assert torch.equal(module(x), wanted)
+    assert not watched.end()
+    assert "fused inference path" in watched.probes["positions"].why_unread
+
+
 def test_an_expert_that_differs_is_a_finding_of_the_audit():
     what = "computes with the transpose of its weights; the layer's other experts: none"
     detail = f"layers.7.mlp.experts.down_proj expert 2 rollout: {what}"

@@ -18,7 +18,7 @@ from torch import nn
 from mxprobe.agent.adapters.adapter import Reading, first_argument
 from mxprobe.agent.guard import in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.hooks import ModuleProbe, own_tensor
-from mxprobe.agent.inventory import is_compiled
+from mxprobe.agent.inventory import has_fused_path, is_compiled
 from mxprobe.agent.moe.gemms import Gemm, GemmWatch
 from mxprobe.agent.moe.snapshot import (
     CPU_ELEMENTS,
@@ -115,6 +115,9 @@ class ExpertsProbe(ModuleProbe):
             return
         if any(is_compiled(each) for each in self.module.modules()):
             self.why_unread = "a part of it runs inside torch.compile, and would be compiled anew under a function mode"
+            return
+        if any(has_fused_path(each) or isinstance(each, nn.MultiheadAttention) for each in self.module.modules()):
+            self.why_unread = "a part of it has a fused inference path, which a function mode would switch off"
             return
         snapshot = self._filling = ExpertsSnapshot(
             module=self.name,
