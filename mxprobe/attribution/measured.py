@@ -19,6 +19,7 @@ from mxprobe_kernels.formats import Rule
 
 from .rollouts import Sides, both_sides
 from .sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from .windows import last_steps
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -40,7 +41,7 @@ _TENSOR_SUMS = (
     "out_saturated2",
 )
 _OUTPUTS = (
-    *("step", "n_steps", "module", "phase", "recipe_x", "recipe_w", "exact"),
+    *("step", "n_steps", "last_step", "module", "phase", "recipe_x", "recipe_w", "exact"),
     *("ref2", "realised2", "predicted2", "residual2"),
 )
 _WHATIF_SUMS = ("sum_e2_on_d", "out_ref2", "out_e2", "out_zeroed2")
@@ -160,7 +161,8 @@ def measure(trace: Trace) -> Measured:
     now = sums.get(Phase.ROLLOUT) or sums.get(Phase.TRAIN)
     recipes = now.recipes if now else ()
     operands = None if forward.rows.empty else _operand_sums(trace, forward, recipes, axes)
-    return Measured(steps, n_clusters, modules, sums, operands, both_sides(trace, steps, n_clusters))
+    last = last_steps(outputs).reindex(steps).fillna(pd.Series(steps, index=steps)).to_numpy(dtype=np.int64)
+    return Measured(steps, n_clusters, modules, sums, operands, both_sides(trace, steps, last, n_clusters))
 
 
 def divide(numerator: Array, denominator: Array) -> Array:

@@ -20,6 +20,7 @@ from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 
 from .thresholds import Thresholds
+from .windows import Steps, spanned, window_of
 from .words import listed, number
 
 Array = npt.NDArray[np.float64]
@@ -131,9 +132,9 @@ class Sides:
         return found if found is not None and found.n_tokens(weights) > 0 else None
 
 
-def both_sides(trace: Trace, steps: npt.NDArray[np.intp], n_clusters: int) -> Sides:
-    """Read from a trace, on the clusters of `measure`."""
-    log_probs = _log_probs(trace.rollouts(), steps, n_clusters)
+def both_sides(trace: Trace, steps: Steps, last: Steps, n_clusters: int) -> Sides:
+    """Read from a trace, on the clusters of `measure`; `last`: of each of its steps, the last one added up in it."""
+    log_probs = log_probs_of(trace.rollouts(), steps, last, n_clusters)
     if log_probs is not None:
         floor_kl, floor_abs_d = measured_floor(trace.replays())
         log_probs = replace(log_probs, floor_kl=floor_kl, floor_abs_d=floor_abs_d)
@@ -163,12 +164,14 @@ def of_one_source(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[source == (GENERATION if tokens.get(GENERATION, 0) > 0 else str(tokens.idxmax()))]
 
 
-def _log_probs(rows: pd.DataFrame, steps: npt.NDArray[np.intp], n_clusters: int) -> LogProbs | None:
-    rows = of_one_source(rows[np.isin(rows["step"].to_numpy(), steps)])
+def log_probs_of(rows: pd.DataFrame, steps: Steps, last: Steps, n_clusters: int) -> LogProbs | None:
+    """Sums per cluster, each step in the one that its window `steps` to `last` is in; None where there is none."""
+    window = window_of(rows["step"].to_numpy(dtype=np.int64), steps, last)  # `rollouts` is never thinned
+    rows = of_one_source(rows.assign(window=window)[window >= 0])
     rows = rows[rows["stratum"] == "all"]
     if rows.empty:
         return None
-    cluster = np.searchsorted(steps, rows["step"].to_numpy()) * n_clusters // max(steps.size, 1)
+    cluster = rows["window"].to_numpy() * n_clusters // max(steps.size, 1)
     sums = {name: np.zeros(n_clusters) for name in SUMS}
     for name, total in sums.items():
         np.add.at(total, cluster, rows[name].to_numpy(dtype=float))
@@ -176,18 +179,18 @@ def _log_probs(rows: pd.DataFrame, steps: npt.NDArray[np.intp], n_clusters: int)
     return LogProbs(sums, dtypes.iloc[0] if len(dtypes) else "an unknown dtype")
 
 
-_LAG = ("step", "module", "phase", "weight_lag")
+_LAG = ("step", "n_steps", "last_step", "module", "phase", "weight_lag")
 
 
 def modules_behind(outputs: pd.DataFrame) -> tuple[Behind, ...]:
     """Modules of which most probed rollouts, those with known weights, lag behind the trainer."""
-    rows = outputs[(outputs["phase"] == Phase.ROLLOUT.value) & outputs["weight_lag"].notna()]
+    rows = spanned(outputs[(outputs["phase"] == Phase.ROLLOUT.value) & outputs["weight_lag"].notna()])
     found: list[Behind] = []
-    for module, part in rows.sort_values("step").groupby("module", observed=True, sort=False):
+    for module, part in rows.sort_values("last_step").groupby("module", observed=True, sort=False):
         lag = part["weight_lag"].to_numpy(dtype=int)
-        if (lag > 0).mean() > BEHIND_SHARE:
+        if np.average(lag > 0, weights=part["n_steps"].to_numpy(dtype=float)) > BEHIND_SHARE:
             last = int(np.flatnonzero(lag > 0)[-1])
-            found.append(Behind(str(module), int(lag[last]), int(part["step"].iloc[last] - lag[last])))
+            found.append(Behind(str(module), int(lag[last]), int(part["last_step"].iloc[last] - lag[last])))
     return tuple(found)
 
 

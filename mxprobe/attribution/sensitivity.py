@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from .windows import last_steps, spanned, window_of
+
 OPERAND = ("module", "role")
 MIN_MICROBATCHES = 8
 """Replayed microbatches below which operands are not weighted by their sensitivity."""
@@ -28,10 +30,11 @@ def operand_sensitivity(sensitivity: pd.DataFrame, *, component: str = "total", 
     `n_microbatches`, and `rank`, `rank_low`, `rank_high`: 1 for the largest, the interval from resampling
     microbatches (steps and ranks). With fewer than two microbatches the interval is NaN.
     """
-    rows = sensitivity[sensitivity["component"] == component]
+    rows = spanned(sensitivity[sensitivity["component"] == component])
     values = ["n_tokens", "sum_delta2", "sum_log_prob_shift", "sum_entropy_shift"]
     microbatch = ["step", "micro_step", "rank"] if "rank" in rows else ["step", "micro_step"]
-    sums = rows.groupby([*OPERAND, *microbatch], observed=True, sort=True)[values].sum(min_count=1).reset_index()
+    by_microbatch = rows.groupby([*OPERAND, *microbatch], observed=True, sort=True)
+    sums = by_microbatch[values].sum(min_count=1).assign(n_steps=by_microbatch["n_steps"].max()).reset_index()
     if sums.empty:
         names = ["delta2", "predicted_kl", "log_prob_shift", "entropy_shift", "n_microbatches"]
         return pd.DataFrame(columns=[*OPERAND, *names, "rank", "rank_low", "rank_high"])
@@ -44,7 +47,7 @@ def operand_sensitivity(sensitivity: pd.DataFrame, *, component: str = "total", 
             "predicted_kl": delta2 / 2.0,
             "log_prob_shift": totals["sum_log_prob_shift"] / tokens,
             "entropy_shift": totals["sum_entropy_shift"] / tokens,
-            "n_microbatches": sums.groupby(list(OPERAND), observed=True, sort=True).size(),
+            "n_microbatches": sums.groupby(list(OPERAND), observed=True, sort=True)["n_steps"].sum(),
         }
     )
     found["rank"] = found["delta2"].rank(ascending=False, method="first").astype(int)
@@ -73,7 +76,7 @@ def _rank_intervals(
 
 
 def validity(sensitivity: pd.DataFrame, replays: pd.DataFrame) -> pd.DataFrame:
-    """Predicted against replayed KL of all operands rounded together, per replayed step.
+    """Predicted against replayed KL of all operands rounded together, per replayed step, or window of old ones.
 
     Columns: `step`, `predicted_kl` (the sum over operands), `replayed_kl` (arm `q`), `ratio`, and `is_valid`: the
     ratio lies in [1/2, 2] and the replayed KL is under a tenth of a nat. Effects of operands interact, so that the
@@ -82,7 +85,11 @@ def validity(sensitivity: pd.DataFrame, replays: pd.DataFrame) -> pd.DataFrame:
     parts = sensitivity[sensitivity["component"] == "total"]
     one = parts.groupby(["step", *OPERAND], observed=True)[["sum_delta2", "n_tokens"]].sum()
     predicted = (one["sum_delta2"] / one["n_tokens"] / 2.0).groupby(level="step").sum()
-    arms = replays[replays["arm"] == "q"].groupby("step", observed=True)[["sum_kl", "n_tokens"]].sum()
+    last = last_steps(parts)
+    first = last.index.to_numpy(dtype=np.int64)
+    window = window_of(replays["step"].to_numpy(dtype=np.int64), first, last.to_numpy(dtype=np.int64))
+    held = (replays["arm"] == "q").to_numpy() & (window >= 0)  # `replays` is never thinned
+    arms = replays[held].assign(step=first[window[held]]).groupby("step", observed=True)[["sum_kl", "n_tokens"]].sum()
     frame = pd.DataFrame({"predicted_kl": predicted, "replayed_kl": arms["sum_kl"] / arms["n_tokens"]}).dropna()
     ratio = frame["predicted_kl"] / frame["replayed_kl"].where(frame["replayed_kl"] > 0)
     is_valid = ratio.between(0.5, 2.0) & (frame["replayed_kl"] < 0.1)

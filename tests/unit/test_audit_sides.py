@@ -12,7 +12,7 @@ import pytest
 from mxprobe.attribution import Thresholds, recommend
 from mxprobe.attribution.decision import Decision, Reason, decide
 from mxprobe.attribution.measured import Measured, measure
-from mxprobe.attribution.rollouts import Behind, LogProbs, Sides, behind_words, modules_behind
+from mxprobe.attribution.rollouts import SUMS, Behind, LogProbs, Sides, behind_words, log_probs_of, modules_behind
 from mxprobe.attribution.sentences import headline, what_would_change
 from mxprobe.schema import Verdict
 from mxprobe.trace import TraceWriter, open_trace
@@ -122,6 +122,20 @@ def test_a_module_is_behind_when_most_of_its_known_rollouts_are():
     assert modules_behind(outputs([0, 0, 3])) == ()
     assert modules_behind(outputs([None, None])) == ()
     assert modules_behind(outputs([5, 5], phase="train")) == ()
+
+
+def test_old_steps_that_were_added_up_count_as_many_for_lag():
+    thinned = outputs([0, 3]).assign(step=[10, 10], n_steps=[4, 6], last_step=[90, 100])
+    assert modules_behind(thinned) == (Behind("up", 3, 97),)
+    assert modules_behind(thinned.assign(n_steps=[6, 4])) == ()
+
+
+def test_log_probabilities_of_all_steps_of_a_window_are_seen():
+    steps, last = np.array([10, 50]), np.array([40, 50])
+    rows = pd.DataFrame({"step": [10, 20, 40, 45, 50], "stratum": "all", "dtype": "float32", "source": "generation"})
+    found = log_probs_of(rows.assign(**dict.fromkeys(SUMS, 1.0)), steps, last, 2)
+    assert found is not None
+    assert found.sums["n_tokens"].tolist() == [3.0, 1.0]
 
 
 def test_many_modules_are_counted_and_few_are_named():

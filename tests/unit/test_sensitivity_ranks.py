@@ -82,3 +82,15 @@ def test_prediction_is_held_against_the_replay():
     assert found["predicted_kl"].tolist() == pytest.approx([0.03, 0.03])
     assert found["ratio"].tolist() == pytest.approx([1.0, 0.05])
     assert found["is_valid"].tolist() == [True, False]
+
+
+def test_rows_that_add_up_old_steps_count_as_many_and_meet_the_replays_of_all():
+    window = rows({"a": [0.02], "b": [0.04]}).assign(n_steps=3, last_step=20)
+    later = rows({"a": [0.02], "b": [0.04]}).assign(step=40, n_steps=1, last_step=40)
+    thinned = pd.concat([window, later])
+    assert operand_sensitivity(thinned)["n_microbatches"].tolist() == [4, 4]
+    steps = [0, 10, 20, 30, 40]
+    replays = pd.DataFrame({"step": steps, "arm": "q", "sum_kl": [1.0, 3.0, 5.0, 99.0, 6.0], "n_tokens": 100.0})
+    found = validity(thinned, replays)
+    assert found["step"].tolist() == [0, 40]
+    assert found["replayed_kl"].tolist() == pytest.approx([0.03, 0.06])

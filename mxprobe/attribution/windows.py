@@ -1,0 +1,26 @@
+"""Rows that add up old steps (`mxprobe.trace.thinning`), and which of them a step of another table belongs to."""
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+Steps = npt.NDArray[np.int64]
+
+
+def spanned(frame: pd.DataFrame) -> pd.DataFrame:
+    """With `n_steps` and `last_step`: of rows that say nothing, 1 and their own step."""
+    own = {"n_steps": 1, "last_step": frame["step"]}
+    return frame.assign(**{name: value for name, value in own.items() if name not in frame.columns})
+
+
+def last_steps(frame: pd.DataFrame) -> pd.Series:
+    """By `step`, ascending: the last step that its rows add up."""
+    return spanned(frame).groupby("step", sort=True)["last_step"].max()
+
+
+def window_of(steps: Steps, first: Steps, last: Steps) -> Steps:
+    """Index of the window `first` (ascending) to `last` that holds each step; -1 where none does."""
+    if not first.size:
+        return np.full(len(steps), -1, dtype=np.int64)
+    index = np.searchsorted(first, steps, side="right") - 1
+    return np.where((index >= 0) & (steps <= last[index]), index, -1).astype(np.int64)
