@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.moe import snapshot
 from mxprobe.agent.moe.behaviour import OutputState
 from mxprobe.agent.moe.capture import ExpertsProbe
+from mxprobe.agent.moe.gemms import GemmWatch
 from mxprobe.agent.moe.measure import measure_experts
 from mxprobe.agent.moe.snapshot import ExpertsSnapshot
 from mxprobe.agent.moe.structure import expert_parameters
@@ -397,6 +399,29 @@ def test_experts_with_a_compiled_part_are_left_alone():
     experts(torch.randn(4, 64), torch.full((4, 1), 2), torch.ones(4, 1)).sum().backward()
     assert not watched.end()
     assert "torch.compile" in watched.probes["down_proj"].why_unread
+
+
+def test_a_hook_that_waits_for_a_gradient_holds_no_operand():
+    parameter, seen = torch.randn(4, 8, 16), list[Any]()
+    watch = GemmWatch({"w": parameter}, lambda gemm: seen.append((gemm.rows_of, weakref.ref(gemm.x))), seen.append)
+    watch.enter()
+    x = torch.randn(3, 16)
+    y = nn.functional.linear(x, parameter[1])
+    watch.leave()
+    ((rows_of, operand),) = seen
+    del x
+    assert operand() is None
+    assert torch.equal(rows_of(y), y)
+
+
+@pytest.mark.parametrize(("dim", "index"), [(1, None), (2, None), (1, [0, 5]), (2, [3, 4, 9])])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_sampled_experts_are_cut_to_the_sampled_features(dim: int, index: list[int] | None, flipped: bool):
+    weight = torch.randn(6, 10, 10).mT if flipped else torch.randn(6, 10, 10)
+    chosen, features = torch.tensor([1, 4]), None if index is None else torch.tensor(index)
+    wanted = weight[chosen] if features is None else weight[chosen].index_select(dim, features)
+    found = snapshot._cut(weight, chosen, features, dim)  # pyright: ignore[reportPrivateUsage]
+    assert torch.equal(found, wanted)
 
 
 class Positioned(nn.Module):

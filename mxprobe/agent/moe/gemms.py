@@ -200,11 +200,13 @@ def _gemm(product: _Product, found: tuple[_Root, Which], out: torch.Tensor) -> G
     root, which = found
     weight = product.weight.mT if product.flipped else product.weight
     x = product.x
-    if product.swapped:
+    swapped = product.swapped
+    if swapped:
         x = x.mT
 
     def rows_of(y: torch.Tensor) -> torch.Tensor:
-        y = y.mT if product.swapped else y
+        """Kept until the backward pass: it holds no tensor of the call."""
+        y = y.mT if swapped else y
         return y.reshape(-1, y.shape[-1])
 
     if isinstance(which, torch.Tensor) and not (x.dim() == 3 and x.shape[1] == 1 and len(which) == x.shape[0]):

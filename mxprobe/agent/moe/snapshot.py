@@ -144,14 +144,14 @@ def copy_gemm(gemm: Gemm, layout: Layout, weight: torch.Tensor) -> tuple[Piece, 
         experts: tuple[int, ...] = (gemm.expert,)
         counts = torch.full((1,), gemm.x.shape[0], dtype=torch.int64, device=device)
         every, starts, order = None, torch.zeros_like(counts), None
-        w = weight[gemm.expert : gemm.expert + 1]
+        w, chosen = weight[gemm.expert : gemm.expert + 1], None
     else:
         experts = layout.experts
-        chosen = torch.tensor(experts, device=device)
+        chosen = _on_device(experts, device)
         every, order = _counts(gemm, layout.n_experts)
         counts = every.index_select(0, chosen)
         starts = (every.cumsum(0) - every).index_select(0, chosen)
-        w = weight.index_select(0, chosen)
+        w = weight
     index, valid = _rows(counts, starts, layout)
     index = index.clamp(max=max(gemm.x.shape[0] - 1, 0)).reshape(-1)
     if order is not None:
@@ -165,11 +165,26 @@ def copy_gemm(gemm: Gemm, layout: Layout, weight: torch.Tensor) -> tuple[Piece, 
         valid=valid,
         x=_pick(gemm.x, index, valid),
         y=_pick(y if layout.out_index is None else y.index_select(1, layout.out_index), index, valid),
-        weight_rows=take(w, layout.out_index, dim=1),
-        weight_columns=take(w, layout.in_index, dim=2),
+        weight_rows=_cut(w, chosen, layout.out_index, dim=1),
+        weight_columns=_cut(w, chosen, layout.in_index, dim=2),
         bias=None if bias is None else take(bias, layout.out_index).expand(len(experts), -1),
     )
     return piece, every
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64, written by kernels: a copy from the host's memory waits for all that the device is at."""
+    return torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in numbers])
+
+
+def _cut(weight: torch.Tensor, chosen: torch.Tensor | None, index: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """A copy of W [E, O, K] of the chosen experts at the chosen features of `dim`; no whole matrix where some do."""
+    if chosen is None:
+        return take(weight, index, dim)
+    if index is None:
+        return weight.detach().index_select(0, chosen)
+    at = chosen[:, None], index
+    return weight.detach()[at] if dim == 1 else weight.detach().mT[at].mT.contiguous()
 
 
 def _counts(gemm: Gemm, n_experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
