@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -100,10 +100,22 @@ def part_files(directory: Path, table: str, rank: int | None = None) -> list[Par
     return _split_parts(directory, table, rank)[0]
 
 
-def is_part_name(relative: str) -> bool:
-    """Whether a path in a trace directory is a part's."""
-    table, _, rest = relative.partition("/")
-    return table in TABLES and _PART.fullmatch(rest.rpartition("/")[2]) is not None
+def is_covered(relative: str, held: Iterable[str]) -> bool:
+    """Whether one of the parts `held`, other than itself, holds what a part does; paths in a trace directory."""
+    span = _span(relative)
+    others = (each for each in map(_span, (path for path in held if path != relative)) if each is not None)
+    return span is not None and any(
+        folder == span[0] and first <= span[1] and span[2] <= last for folder, first, last in others
+    )
+
+
+def _span(relative: str) -> tuple[str, int, int] | None:
+    """(folder, first, last) of a path that is a part's."""
+    folder, _, name = relative.rpartition("/")
+    match = _PART.fullmatch(name)
+    if match is None or folder.partition("/")[0] not in TABLES:
+        return None
+    return folder, int(match[1]), int(match[2] or match[1])
 
 
 def covered_parts(directory: Path, table: str) -> list[Part]:

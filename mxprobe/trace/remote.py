@@ -6,12 +6,14 @@ fsspec filesystem.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from mxprobe.errors import TraceError, UsageError
 from . import layout
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)", re.IGNORECASE)
+_OF_THIS_MACHINE = ("file", "local")
 _TRIES = 3
 _WAIT_S = 2.0
 _TEMPORARY = re.compile(r"\.(tmp|lock)$")
@@ -28,7 +31,10 @@ _TEMPORARY = re.compile(r"\.(tmp|lock)$")
 def url_of(path: Path | str) -> str | None:
     """The URL that a command was given for a path (`pathlib` takes one of its slashes); None for a local path."""
     match = _URL.fullmatch(str(path))
-    return f"{match[1]}://{match[2]}".rstrip("/") if match and not Path(path).exists() else None
+    if match is None or Path(path).exists():
+        return None
+    root = "/" if match[1].lower() in _OF_THIS_MACHINE else ""
+    return f"{match[1]}://{root}{match[2]}".rstrip("/")
 
 
 def name_of(url: str) -> str:
@@ -60,6 +66,12 @@ def fetch(url: str) -> Path:
     fs, root = _filesystem(url)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     local = cache / "mxprobe" / hashlib.sha256(url.encode()).hexdigest()[:16] / name_of(url)
+    with _alone(local.parent):
+        _fetch(fs, root, url, local)
+    return local
+
+
+def _fetch(fs: Any, root: str, url: str, local: Path) -> None:
     try:
         fs.invalidate_cache()
         found: dict[str, Any] = fs.find(root, detail=True)
@@ -90,7 +102,6 @@ def fetch(url: str) -> Path:
         if path.is_file() and str(path.relative_to(local)) not in stamps:
             path.unlink()
     layout.write_json(_stamps(local), stamps)
-    return local
 
 
 def upload(directory: Path, url: str) -> None:
@@ -98,11 +109,26 @@ def upload(directory: Path, url: str) -> None:
 
     Raises:
         TraceError: the store cannot be reached, or refuses.
+        UsageError: another trace is there.
     """
     try:
+        if _holds_another(directory, url):
+            raise UsageError(f"{url} already holds another trace", remedy="name another URL, or remove that one")
         _sync(directory, url, closed=True)
+    except UsageError:
+        raise
     except Exception as error:
         raise _refused(url, error) from None
+
+
+def _holds_another(directory: Path, url: str) -> bool:
+    fs, root = _filesystem(url)
+    fs.invalidate_cache()
+    there = f"{root}/{layout.RUN_FILE}"
+    if not fs.exists(there):
+        return False
+    ours = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
+    return json.loads(fs.cat_file(there)).get("created_ns") != ours.get("created_ns")
 
 
 class Mirror:
@@ -169,16 +195,19 @@ def _sync(directory: Path, url: str, *, closed: bool) -> None:
             with contextlib.suppress(FileNotFoundError):  # put together with others meanwhile
                 if path.is_file():
                     ours[str(relative)] = path.stat().st_size
+    held: list[str] = []
     for relative, size in sorted(ours.items()):
-        if relative != layout.RUN_FILE and there.get(relative) != size:
+        if relative != layout.RUN_FILE:
             with contextlib.suppress(FileNotFoundError):
-                fs.put_file(str(directory / relative), f"{root}/{relative}")
+                if there.get(relative) != size:
+                    fs.put_file(str(directory / relative), f"{root}/{relative}")
+                held.append(relative)
     run = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
     if not closed:
         run["copied_while_written"] = True
     fs.pipe_file(f"{root}/{layout.RUN_FILE}", json.dumps(run, indent=1).encode())
     for relative in there:
-        if relative not in ours and layout.is_part_name(relative):
+        if relative not in ours and layout.is_covered(relative, held):
             fs.rm_file(f"{root}/{relative}")
 
 
@@ -188,8 +217,11 @@ def _filesystem(url: str) -> tuple[Any, str]:
         import fsspec
     except ImportError:
         raise _not_installed(url) from None
+    options = {"skip_instance_cache": True} if url.startswith("s3") else {}
+    if url.partition(":")[0].lower() in _OF_THIS_MACHINE:
+        options = {"auto_mkdir": True}
     try:
-        return fsspec.core.url_to_fs(url, **({"skip_instance_cache": True} if url.startswith("s3") else {}))
+        return fsspec.core.url_to_fs(url, **options)
     except ImportError:
         raise _not_installed(url) from None
     except ValueError as error:
@@ -221,6 +253,15 @@ def _refused(url: str, error: Exception) -> TraceError:
     else:
         cause, remedy = "the connection was lost, or the endpoint is wrong", "try again; check AWS_ENDPOINT_URL"
     return TraceError(f"{url}: {kind}: {text}", cause=cause, remedy=remedy)
+
+
+@contextlib.contextmanager
+def _alone(cache: Path) -> Generator[None, None, None]:
+    """Commands on one URL take turns with its copy."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / ".fetch.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _stamps(local: Path) -> Path:

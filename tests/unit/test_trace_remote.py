@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -23,6 +24,8 @@ pytest.importorskip("fsspec")
         ("/a/b.mxprobe", None),
         ("./a:/b", None),
         ("c:/b", None),
+        ("file:///a/b.mxprobe", "file:///a/b.mxprobe"),
+        (Path("file:///a/b.mxprobe"), "file:///a/b.mxprobe"),
     ],
 )
 def test_what_is_a_url(path: Path | str, url: str | None) -> None:
@@ -50,3 +53,63 @@ def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_kinds_of_url_that_nobody_knows() -> None:
     with pytest.raises(UsageError, match="nosuchthing"):
         open_trace("nosuchthing://a/run.mxprobe")
+
+
+def write(directory: Path, n_steps: int = 3) -> Path:
+    with TraceWriter(directory, {}) as writer:
+        for step in range(n_steps):
+            writer.append("events", {"step": [step], "kind": ["x"], "detail": ["y"]})
+    return directory
+
+
+def test_two_traces_are_not_mixed_at_one_url(tmp_path: Path) -> None:
+    url = "memory://store/mixed.mxprobe"
+    first, second = write(tmp_path / "a.mxprobe"), write(tmp_path / "b.mxprobe")
+    remote.upload(first, url)
+    remote.upload(first, url)
+    with pytest.raises(UsageError, match="already holds another trace"):
+        remote.upload(second, url)
+
+
+def test_a_part_goes_from_the_store_when_what_replaced_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    url, local = "memory://store/merged.mxprobe", write(tmp_path / "run.mxprobe")
+    remote.upload(local, url)
+    store = fsspec.filesystem("memory")
+    folder = local / "events" / "rank=0"
+    part = folder / "part-00000.parquet"
+    listed = Path.rglob
+
+    def merged_meanwhile(path: Path, pattern: str) -> list[Path]:
+        found = [each for each in listed(path, pattern) if each != part]
+        part.rename(folder / "part-00000-00001.parquet")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rglob", merged_meanwhile)
+        remote.upload(local, url)
+    held = [path.rpartition("/")[2] for path in store.find("/store/merged.mxprobe/events")]
+    assert held == ["part-00000.parquet"]
+    remote.upload(local, url)
+    held = [path.rpartition("/")[2] for path in store.find("/store/merged.mxprobe/events")]
+    assert held == ["part-00000-00001.parquet"]
+
+
+def test_commands_on_one_url_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = "memory://store/shared.mxprobe"
+    remote.upload(write(tmp_path / "run.mxprobe"), url)
+    with ThreadPoolExecutor(4) as pool:
+        lengths = list(pool.map(lambda _: len(open_trace(url).events()), range(8)))
+    assert lengths == [3] * 8
+
+
+def test_a_file_url_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    there = tmp_path / "there.mxprobe"
+    remote.upload(write(tmp_path / "run.mxprobe"), f"file://{there}")
+    assert (there / "run.json").exists()
+    assert len(open_trace(f"file://{there}").events()) == 3
