@@ -64,9 +64,17 @@ def _of_parts(parts: list[Source], aggregation: Aggregation) -> str:
     present: set[str] = {"rank"}
     for part in parts:
         present |= set(part.parquet().schema_arrow.names)
-    paths = ", ".join(_literal(str(part.path)) for part in parts)
-    options = "hive_partitioning = true, hive_types = {'rank': BIGINT}, union_by_name = true"
-    return f"SELECT {_columns(aggregation, present)} FROM read_parquet([{paths}], {options})"
+    # The rank by rank, not from the path: a directory above the trace may be called `step=77`, too.
+    options = "hive_partitioning = false, union_by_name = true"
+    by_rank = " UNION ALL BY NAME ".join(
+        f"SELECT *, {rank} AS rank FROM read_parquet([{_paths(parts, rank)}], {options})"
+        for rank in sorted({part.rank for part in parts})
+    )
+    return f"SELECT {_columns(aggregation, present)} FROM ({by_rank})"
+
+
+def _paths(parts: list[Source], rank: int) -> str:
+    return ", ".join(_literal(str(part.path)) for part in parts if part.rank == rank)
 
 
 def _columns(aggregation: Aggregation, present: set[str]) -> str:

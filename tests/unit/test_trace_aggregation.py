@@ -99,6 +99,16 @@ def test_sums_are_those_of_pandas(directory: Path, engine: str, case: str) -> No
         )
 
 
+def test_what_directories_above_are_called_is_no_column(directory: Path, tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    above = tmp_path / "step=77" / "rank=8"
+    above.mkdir(parents=True)
+    (above / "run.mxprobe").symlink_to(directory)
+    case = CASES["step and rank"]
+    arrow, duckdb = (open_trace(above / "run.mxprobe", engine=engine).sums(case) for engine in ("arrow", "duckdb"))
+    pd.testing.assert_frame_equal(arrow, duckdb)
+
+
 def test_an_engine_that_nobody_knows(directory: Path) -> None:
     with pytest.raises(UsageError, match="no engine named 'spark'"):
         open_trace(directory, engine="spark").sums(CASES["names"])
