@@ -63,7 +63,7 @@ def score_corrections(
     before, after = errors.before("out_e2"), errors.after("out_e2")
     zeroed_before, zeroed_after = errors.before("out_zeroed2"), errors.after("out_zeroed2")
     left, tensor_recovery = errors.left_per_operand(), errors.tensor_recovery()
-    cures = _Cures(situation, weights, errors.chosen)
+    cures = _Cures(situation, weights, errors.chosen, thresholds)
     scores: list[CorrectionScore] = []
     for index, correction in enumerate(operands.corrections):
         if not errors.measured[index].any():
@@ -201,10 +201,10 @@ def recovery_of(component: Component, gain: float, now: float, parts: Mapping[st
 
 
 class _Cures:
-    """Whether a correction brings the median mismatch under the gate, scaled module by module with its output error."""
+    """Whether a correction leaves no symptom of the mismatch, scaled module by module with its output error."""
 
-    def __init__(self, situation: Situation, weights: Array, chosen: Mask) -> None:
-        self._situation, self._chosen = situation, chosen
+    def __init__(self, situation: Situation, weights: Array, chosen: Mask, thresholds: Thresholds) -> None:
+        self._situation, self._chosen, self._thresholds = situation, chosen, thresholds
         self._seen = np.isfinite(situation.mismatch)
         operands = situation.operands
         now = np.tensordot(weights, operands.current["out_e2"], axes=(0, 0))
@@ -219,10 +219,14 @@ class _Cures:
         corrected[self._chosen] *= np.where(np.isfinite(left), left, 1.0)
         part = divide(corrected.sum(axis=1), self._now.sum(axis=1))
         predicted = self._situation.mismatch * np.where(np.isfinite(part), part, 1.0)
-        gate, share = self._situation.gate, self._situation.share
-        if share is not None:
-            return bool((predicted[self._seen] > gate).mean() < share)
-        return upper_median(predicted[self._seen]) <= gate
+        return is_cured(predicted[self._seen], self._situation.gate, self._situation.share, self._thresholds)
+
+
+def is_cured(left: Array, gate: float, share: float | None, thresholds: Thresholds) -> bool:
+    """Whether mismatches `left` of all Linears pass every gate of a symptom, and `share`, see `Situation`."""
+    allowed = thresholds.far_share if share is None else min(share, thresholds.far_share)
+    by_much = left > max(gate, thresholds.mismatch_alone)
+    return bool(upper_median(left) <= gate and (left > gate).mean() < allowed and not by_much.any())
 
 
 def _keep(cures: bool | None, n_steps: int, device: str) -> CorrectionScore:
