@@ -4,14 +4,15 @@
     output sums           once per part of the GEMM's product     "tokens=r0 in=1/2 | out=0/2"
 
 A part is the text of column `placement` (`mxprobe.agent.adapters.placement`), and of ranks that hold the same one the
-lowest counts: W is on every data-parallel rank, X on every tensor-parallel one. Rows of traces without the column, and
-of one rank, are as they are. Over a contraction that is sharded the product of each rank is a partial sum: energies add
-up to those of the whole, output sums to those of the parts.
+lowest counts: W is on every data-parallel rank, X on every tensor-parallel one. A row whose text is empty says nothing
+and is never another's copy. Rows of traces without the column, and of one rank, are as they are. Over a contraction
+that is sharded the product of each rank is a partial sum: energies add up to those of the whole, output sums to those
+of the parts.
 
 Names are those of the whole model, and different layers of one name are kept apart: `mxprobe.trace.identity`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ PLACED = ("step", "micro_step", "module", "role", "phase", "placement", "rank")
 _OF_OPERAND = frozenset((*COUNTS, *ENERGY_SUMS, "n_edge_blocks"))
 _OF_PRODUCT = frozenset(OUTPUT_SUMS)
 _PARTNER = " | "
+_NAMES = ("module", "role", "phase")
 
 
 def distinct(frame: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
@@ -36,47 +38,51 @@ def distinct(frame: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
     if "rank" in by or not set(PLACED) <= set(frame.columns) or frame["rank"].nunique() < 2:
         return frame
     placement = _texts(frame)
-    if not placement.str.len().any():
+    says = placement != ""
+    if not says.any():
         return frame
     keys = [name for name in (*PLACED[:5], "correction", "format", "rule") if name in frame.columns]
     result = frame.copy()
     for part, columns in _parts(placement):
         lowest = frame.assign(part=part).groupby([*keys, "part"], observed=True)["rank"].transform("min")
-        _count_once(result, (frame["rank"] > lowest).to_numpy(), columns)
+        _count_once(result, ((frame["rank"] > lowest) & says).to_numpy(), columns)
     return result
 
 
 class Copies:
     """Which rank counts for each part, for tables that are not read whole."""
 
-    KEYS = ("module", "role", "placement")
-    """Columns that `removed` needs, beside `rank`."""
-
-    def __init__(self, lowest: tuple[dict[tuple[str, str, str], int], ...]) -> None:
+    def __init__(self, names: tuple[str, ...], lowest: tuple[dict[tuple[str, ...], int], ...]) -> None:
+        self._names = names
+        self.keys = (*names, "placement")
+        """Columns that `removed` needs, beside `rank`."""
         self._lowest = lowest
 
     @classmethod
     def of(cls, trace: Trace, table: str) -> "Copies | None":
         """None where the table is of one rank, or says nothing of parts."""
-        lowest: tuple[dict[tuple[str, str, str], int], ...] = ({}, {})
-        frame = trace.sums(Aggregation(table, (*cls.KEYS, "rank")))
+        lowest: tuple[dict[tuple[str, ...], int], ...] = ({}, {})
+        names = (*_NAMES, "correction") if table == "whatif" else _NAMES
+        frame = trace.sums(Aggregation(table, (*names, "placement", "rank")))
         if frame["rank"].nunique() < 2 or not _texts(frame).str.len().any():
             return None
         for found, (part, _) in zip(lowest, _parts(_texts(frame)), strict=True):
-            keys = frame.assign(part=part)[["module", "role", "part", "rank"]]
-            for module, role, text, rank in keys.itertuples(index=False, name=None):
-                key = (str(module), str(role), str(text))
+            for key, rank in zip(_part_keys(frame, names, part), frame["rank"], strict=True):
                 found[key] = min(found.get(key, int(rank)), int(rank))
-        return cls(lowest)
+        return cls(names, lowest)
 
     def removed(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The piece with 0 for what is another rank's to count, without `rank`."""
         result = frame.drop(columns="rank")
         for lowest, (part, columns) in zip(self._lowest, _parts(_texts(frame)), strict=True):
-            keys = zip(frame["module"].astype(str), frame["role"].astype(str), part, strict=True)
-            counts = np.array([lowest[key] for key in keys]) < frame["rank"].to_numpy()
-            _count_once(result, counts, columns)
+            least = np.array([lowest[key] for key in _part_keys(frame, self._names, part)])
+            repeated = (least < frame["rank"].to_numpy()) & (_texts(frame) != "").to_numpy()
+            _count_once(result, repeated, columns)
         return result
+
+
+def _part_keys(frame: pd.DataFrame, names: Sequence[str], part: pd.Series) -> Iterator[tuple[str, ...]]:
+    return zip(*(frame[name].astype(str) for name in names), part, strict=True)
 
 
 def _texts(frame: pd.DataFrame) -> pd.Series:

@@ -51,7 +51,7 @@ def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str])
     copies = Copies.of(trace, table) if "rank" not in by else None
     if copies is None:
         return trace.sums(Aggregation(table, tuple(by), tuple(columns)))[[*by, *columns]]
-    keys = dict.fromkeys((*by, *Copies.KEYS, "rank"))
+    keys = dict.fromkeys((*by, *copies.keys, "rank"))
     rows = copies.removed(trace.sums(Aggregation(table, tuple(keys), tuple(columns))))
     return totals(rows[[*by, *columns]], by)
 

@@ -13,7 +13,7 @@ from mxprobe.agent.roots import named_modules
 from mxprobe.attribution.identity import distinct
 from mxprobe.attribution.ratios import sums_of, totals
 from mxprobe.schema import Role
-from mxprobe.trace import TraceWriter, open_trace
+from mxprobe.trace import Trace, TraceWriter, open_trace
 from mxprobe.trace.identity import conflicting
 
 
@@ -177,3 +177,34 @@ def test_a_table_read_piece_by_piece_counts_every_part_once(tmp_path: Path):
     assert read["out_e2"].to_dict() == {"w_fwd": 3.0, "x_fwd": 3.0}
     by_rank = sums_of(trace, "tensors", ("rank", "role"), ("sum_x2",))
     assert by_rank["sum_x2"].to_list() == [1.0] * 6
+
+
+def test_rows_without_a_placement_are_no_copies_beside_rows_with_one(tmp_path: Path):
+    """Fused experts say nothing of parts; a Linear of the same model does."""
+    rows = [row(rank, "x_fwd", f"tokens=r{rank}") for rank in range(2)]
+    rows += [{**row(rank, "x_fwd", ""), "module": "experts"} for rank in range(2)]
+    assert totals(pd.DataFrame(rows), ["module"])["sum_x2"].to_list() == [2.0, 2.0]
+    trace = recorded(tmp_path, "tensors", rows)
+    assert sums_of(trace, "tensors", ("module",), ("sum_x2", "out_e2"))["sum_x2"].to_list() == [2.0, 2.0]
+
+
+def test_phases_and_corrections_have_lowest_ranks_of_their_own(tmp_path: Path):
+    one, other = row(0, "w_fwd", " | tokens=r0"), row(1, "w_fwd", " | tokens=r1")
+    phases = recorded(tmp_path / "a", "tensors", [one, {**other, "phase": "rollout"}])
+    assert sums_of(phases, "tensors", ("role",), ("sum_x2",))["sum_x2"].to_list() == [2.0]
+    of = [{**one, "correction": "of:1.0"}, {**other, "correction": "of:1.0"}, {**other, "correction": "had:32"}]
+    rows = [{name: value for name, value in each.items() if name not in ("sum_x2", "amax")} for each in of]
+    whatif = recorded(tmp_path / "b", "whatif", rows)
+    assert sums_of(whatif, "whatif", ("correction",), ("n",)).set_index("correction")["n"].to_dict() == {
+        "of:1.0": 4,
+        "had:32": 4,
+    }
+
+
+def recorded(directory: Path, table: str, rows: list[dict[str, object]]) -> Trace:
+    directory.mkdir(exist_ok=True)
+    with TraceWriter(directory / "run.mxprobe", {}) as writer:
+        for each in rows:
+            columns = {name: [value] for name, value in each.items() if name != "rank"}
+            writer.append(table, columns, rank=int(str(each["rank"])))
+    return open_trace(directory / "run.mxprobe")
