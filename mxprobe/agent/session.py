@@ -360,10 +360,12 @@ class Session:
     def _on_root_leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self.state is not State.ATTACHED or self._forked():
             return
+        started = time.perf_counter_ns()
         try:
             self._end_step()
         except Exception as error:
             self.guard.swallow("serving pass", error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
 
     def _is_boundary(self, optimizer: torch.optim.Optimizer) -> bool:
         """True for a step of the optimizer that marks our steps; another of the model's may take over its part."""

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from mxprobe.agent.engines import sync
 from mxprobe.agent.engines.fingerprints import engine_rows, features_of, not_comparable_row, row_hashes, trainer_rows
 from mxprobe.agent.engines.layouts import HeldWeight, NotComparable, decode_mxfp4, weights_of
+from mxprobe.agent.engines.sync import WeightSync
+from mxprobe.agent.guard import Guard
 from mxprobe.agent.recipes import quantize
 from mxprobe.agent.weights import watched_features
 from mxprobe.audit import audit
@@ -207,3 +210,32 @@ def test_experts_stacked_as_w13_and_w2_are_taken_apart():
     assert set(found) == {f"experts.{e}.{p}" for e in range(2) for p in ("gate_proj", "up_proj", "down_proj")}
     up = found["experts.1.up_proj"]
     assert torch.equal(up.rows(torch.arange(16)), model.experts.w13_weight[1, 16:])
+
+
+def test_weights_that_do_not_fit_into_one_pass_take_turns(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda kind, detail: told.append(detail))
+    model = engine()
+
+    def passed() -> list[str]:
+        held = weight_sync.take([model])
+        return [] if held is None else list(dict.fromkeys(row["module"] for row in held.rows(1)))
+
+    everything = passed()
+    assert len(everything) == LAYERS * len(PARTS)
+    assert not weight_sync.is_due
+    monkeypatch.setattr(sync, "PASS_BYTES", 2 * 4 * SIZE * SIZE)
+    weight_sync.watch([model])
+    try:
+        seen = passed()
+        assert seen == everything[: len(seen)] != everything
+        while weight_sync.is_due:
+            seen += passed()
+        assert seen == everything
+        first = passed()
+        model.load_weights(weights(10).items())
+        assert passed() == first  # new weights: from the beginning
+        read = f"{len(first)} weights read, 0 not comparable; the others in the passes that follow"
+        assert told == [f"1 calls of load_weights: {read}"]
+    finally:
+        weight_sync.remove()

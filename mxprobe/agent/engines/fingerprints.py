@@ -28,10 +28,10 @@ MIN_FEATURES = 8
 Row = dict[str, Any]
 
 
-def features_of(out_features: int, in_features: int) -> torch.Tensor:
-    """int64 [F], on the CPU."""
+def features_of(out_features: int, in_features: int, device: torch.device | None = None) -> torch.Tensor:
+    """int64 [F], made on the device (the CPU if None): to send it there would wait for all that the device is at."""
     n = min(max(HASHED_BYTES // max(4 * in_features, 1), MIN_FEATURES), out_features)
-    return torch.arange(n) * out_features // max(n, 1)
+    return torch.arange(n, device=device) * out_features // max(n, 1)
 
 
 def row_hashes(values: torch.Tensor) -> list[int]:

@@ -45,6 +45,8 @@ class HeldWeight(NamedTuple):
     shape: tuple[int, int]
     """[O, K]"""
     layout: str
+    device: torch.device
+    """Where it is."""
     rows: Callable[[torch.Tensor], torch.Tensor]
     """int64 [F] of range(O) -> values [F, K], a copy."""
     columns: Callable[[torch.Tensor], torch.Tensor] | None
@@ -130,7 +132,7 @@ def _held(
     def columns(index: torch.Tensor) -> torch.Tensor:
         return stored.detach()[first : first + size].index_select(1, index.to(stored.device)).T.contiguous()
 
-    return HeldWeight(name, (size, n_in), layout, rows, columns if scale is None else None)
+    return HeldWeight(name, (size, n_in), layout, stored.device, rows, columns if scale is None else None)
 
 
 def _experts(name: str, parameters: dict[str, Any]) -> Iterator[HeldWeight | NotComparable]:
@@ -148,7 +150,8 @@ def _experts(name: str, parameters: dict[str, Any]) -> Iterator[HeldWeight | Not
 
 def decode_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """float32 [F, K] of uint8 codes [F, K/2], the first element in the low nibble, and exponents + 127 [F, K/32]."""
-    grid = torch.tensor([*E2M1_GRID, *(-value for value in E2M1_GRID)], device=codes.device)
+    signed = (*E2M1_GRID, *(-value for value in E2M1_GRID))
+    grid = torch.cat([torch.full((1,), value, device=codes.device) for value in signed])  # sent there, it would wait
     pairs = torch.stack([codes & 0xF, codes >> 4], -1).reshape(codes.shape[0], -1)
     values = grid[pairs.long()]
     scales = torch.exp2(exponents.float() - 127.0).repeat_interleave(BLOCK, -1)[:, : values.shape[1]]

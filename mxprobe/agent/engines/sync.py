@@ -23,6 +23,8 @@ from mxprobe.agent.taps.table import Tap
 
 LOAD = "load_weights"
 EVENT = "weight_sync"
+PASS_BYTES = 1 << 26
+"""Copied in one pass: weights that do not fit (of many experts) have their turn in the passes that follow."""
 
 Taken = list[tuple[HeldWeight, torch.Tensor, "torch.Tensor | None"]]
 
@@ -50,6 +52,10 @@ class WeightSync:
         self._guard = guard
         self._tell = tell
         self._n_loads = 0
+        self._turn = 0
+        """Weights read in this round."""
+        self._is_new = False
+        """Weights have come since the round began."""
         self._splices: Splices | None = None
 
     def watch(self, roots: Sequence[nn.Module]) -> None:
@@ -71,30 +77,44 @@ class WeightSync:
         self._splices.ensure_wrapped()
 
     def _on_load(self, tap: Tap, arguments: dict[str, Any]) -> bool:
-        self.is_due = True
+        self.is_due = self._is_new = True
         self._n_loads += 1
         return False
 
     def take(self, roots: Sequence[nn.Module]) -> Held | None:
         """Copies of what is held; None where there is nothing to compare."""
         self.is_due = False
+        if self._is_new:
+            self._is_new, self._turn = False, 0
         taken: Taken = []
         left_out: list[NotComparable] = []
         device = torch.device("cpu")
-        for root in roots:
-            for each in weights_of(root):
-                if isinstance(each, NotComparable):
-                    left_out.append(each)
-                    continue
-                n_out, n_in = each.shape
-                parameter = next(root.parameters())
-                device = parameter.device
-                with undisturbed(device.type):
-                    columns = None if each.columns is None else each.columns(features_of(n_in, n_out))
-                    taken.append((each, each.rows(features_of(n_out, n_in)), columns))
+        n_seen, n_bytes, is_over = 0, 0, True
+        for each in (each for root in roots for each in weights_of(root)):
+            n_seen += 1
+            if n_seen <= self._turn:
+                continue
+            if n_bytes >= PASS_BYTES:
+                is_over = False
+                break
+            self._turn = n_seen
+            if isinstance(each, NotComparable):
+                left_out.append(each)
+                continue
+            n_out, n_in = each.shape
+            device = each.device
+            with undisturbed(device.type):
+                columns = None if each.columns is None else each.columns(features_of(n_in, n_out, device))
+                taken.append((each, each.rows(features_of(n_out, n_in, device)), columns))
+            n_bytes += sum(x.numel() * x.element_size() for x in taken[-1][1:] if isinstance(x, torch.Tensor))
+        if is_over:
+            self._turn = 0
+        else:
+            self.is_due = True
         if self._n_loads:
             read = f"{len(taken)} weights read, {len(left_out)} not comparable"
-            self._tell(EVENT, f"{self._n_loads} calls of {LOAD}: {read}")
+            later = "" if is_over else "; the others in the passes that follow"
+            self._tell(EVENT, f"{self._n_loads} calls of {LOAD}: {read}{later}")
             self._n_loads = 0
         return Held(taken, left_out, device) if taken or left_out else None
 
