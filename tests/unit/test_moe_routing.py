@@ -11,6 +11,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.moe.routers import RouterProbe, probe_of
 from mxprobe.agent.moe.routing import routing_row
+from mxprobe.agent.moe.structure import is_router
 from mxprobe.agent.recipes import quantize
 from mxprobe.agent.snapshot import Snapshot
 from tests.moe_models import tiny
@@ -86,3 +87,35 @@ class BalancedRouter(torch.nn.Module):
         scores = logits.sigmoid()
         chosen = (scores + self.bias_of_choice).topk(2).indices
         return logits, scores.gather(1, chosen), chosen
+
+
+class TokenRouter(torch.nn.Module):
+    """Keeps the axes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+def test_logits_may_have_the_axes_of_the_input():
+    router, x = TokenRouter(), torch.randn(3, 20, 64)
+    snapshot = snapshot_of(router, x)
+    assert torch.equal(snapshot.x, x.reshape(60, 64))
+    assert snapshot.y is not None
+    assert torch.equal(snapshot.y, router(x).detach().reshape(60, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "router"),
+    [
+        *((name, True) for name in ("Qwen3MoeTopKRouter", "DeepseekV3TopkRouter", "MoEGate", "gate", "router")),
+        *((name, False) for name in ("Aggregate", "Propagate", "Surrogate", "Gated")),
+    ],
+)
+def test_a_router_is_told_by_its_name(name: str, router: bool):
+    module: Any = type(name, (torch.nn.Module,), {})()
+    module.weight = torch.nn.Parameter(torch.randn(4, 8))
+    assert is_router(module) == router

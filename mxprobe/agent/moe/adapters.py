@@ -51,7 +51,7 @@ class ExpertsAdapter(Adapter):
 
 
 class RouterAdapter(Adapter):
-    """weight [E, K] and, in some, bias [E]; the logits are the first tensor of what it returns."""
+    """weight [E, K] and, in some, bias [E]; the logits [..., E] are the first tensor of what it returns."""
 
     family = "router"
 
@@ -76,7 +76,8 @@ class RouterAdapter(Adapter):
         if not (is_plain(x) and is_plain(logits)):
             return unreadable(x, logits)
         rows = x.reshape(-1, x.shape[-1])
-        if logits.shape != (rows.shape[0], held(module, "weight").shape[0]):
+        n_experts = held(module, "weight").shape[0]
+        if logits.shape[-1:] != (n_experts,) or logits.numel() != rows.shape[0] * n_experts:
             return f"a result of shape {tuple(logits.shape)} is no product of its weight"
         return Reading(rows, logits, logits)
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 _NEVER = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Bilinear)
-_ROUTER = re.compile(r"router|gate$", re.IGNORECASE)
+_ROUTER = re.compile(r"[Rr]outer|Gate$|^gate$")
+"""Not `Aggregate` or `Propagate`."""
 
 
 def expert_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
