@@ -47,26 +47,24 @@ def news_of(directory: Path, known: Mapping[str, tuple[int, int]]) -> News:
     pieces: list[Piece] = []
     present: list[str] = []
     left, is_all = CHUNK_BYTES, True
-    for path, file in _files(directory):
+    for path, file in files_of(directory):
         try:
-            stat = file.stat()
+            with open(file, "rb") as opened:
+                stat = os.fstat(opened.fileno())  # of what is read, though another file may take its name meanwhile
+                stamp = stat.st_ino if path.endswith(_GROWING) else stat.st_mtime_ns
+                before, got = known.get(path, (stamp, 0))
+                offset = got if before == stamp and got <= stat.st_size else 0
+                is_known = path in known and before == stamp and offset == stat.st_size
+                opened.seek(offset)
+                data = b"" if is_known else opened.read(min(left, stat.st_size - offset))
         except FileNotFoundError:
+            is_all = False  # what it has become is not among the files
             continue
         present.append(path)
-        stamp = stat.st_ino if path.endswith(_GROWING) else stat.st_mtime_ns
-        before, got = known.get(path, (stamp, 0))
-        offset = got if before == stamp and got <= stat.st_size else 0
-        if path in known and before == stamp and offset == stat.st_size:
+        if is_known:
             continue
         if not left:
             is_all = False
-            continue
-        try:
-            with open(file, "rb") as opened:
-                opened.seek(offset)
-                data = opened.read(min(left, stat.st_size - offset))
-        except FileNotFoundError:
-            present.pop()
             continue
         left -= len(data)
         is_all &= offset + len(data) == stat.st_size
@@ -74,11 +72,17 @@ def news_of(directory: Path, known: Mapping[str, tuple[int, int]]) -> News:
     return News(pieces, present, is_all)
 
 
-def _files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Parts before live files, so that of a live file that becomes a part one of the two is seen."""
-    found = [file for file in directory.rglob("*") if not file.name.startswith(".") and file.is_file()]
+def files_of(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Parts before live files, but listed after them: of a live file that becomes a part one of the two is seen."""
+    found = [*files_below(directory / LIVE_DIRECTORY), *files_below(directory)]
     named = {file.relative_to(directory).as_posix(): file for file in found}
     yield from sorted(named.items(), key=lambda item: (item[0].startswith(LIVE_DIRECTORY), item[0]))
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(directory):  # unlike `rglob`, no error where a directory goes meanwhile
+        files = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (file for file in files if file.is_file())
 
 
 @dataclass
@@ -120,7 +124,7 @@ class Gathering:
         return sum(len(each.run.get("ranks", ())) for each in self._nodes.values())
 
     def take(self, node: str, news: News) -> None:
-        """Write what a node has told. OSError if the disk takes no more."""
+        """Write what a node has told. OSError if the disk takes no more; ValueError, TraceError: it told nonsense."""
         here = self._node(node)
         for piece in news.pieces:
             self._write(node, here, piece)
@@ -181,16 +185,32 @@ class Gathering:
             refused += [{**each, "node": name} for each in here.run.get("refused", ())]
         first = min(
             told.values(),
-            key=lambda here: min((self._rank(here, r["rank"]) for r in here.run["ranks"]), default=1 << 30),
+            key=lambda here: min((self._rank(here, r["rank"]) for r in here.run.get("ranks", ())), default=1 << 30),
         )
         closed = [int(here.run.get("closed_ns") or 0) for here in told.values()]
         run = {**first.run, **self._facts, "ranks": sorted(ranks, key=lambda rank: rank["rank"])}
         run["closed_ns"] = max(closed) if all(closed) else None
         run |= {"refused": refused} if refused else {}
+        if len(told) > 1:
+            run |= _of_several({name: here.run for name, here in told.items()})
+            run.pop("thinned", None)  # each node has cut its own steps
         write_json(self.directory / RUN_FILE, run)
 
 
+def _of_several(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the retention of each node did, for all of them."""
+    windows = {name: run["thinned"] for name, run in runs.items() if run.get("thinned")}
+    excess = sum(int(run.get("excess_bytes") or 0) for run in runs.values())
+    failed = [f"node {name}: {run['compaction_error']}" for name, run in runs.items() if run.get("compaction_error")]
+    facts = {"thinned_by_node": windows, "excess_bytes": excess, "compaction_error": "; ".join(failed)}
+    return {name: fact for name, fact in facts.items() if fact}
+
+
 def json_of(file: Path) -> dict[str, Any]:
+    """ValueError if it is no JSON object."""
     import json
 
-    return json.loads(file.read_text())
+    found: Any = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} is no JSON object")
+    return found

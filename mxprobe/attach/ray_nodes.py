@@ -113,7 +113,12 @@ class _Nodes:
                 continue
             for line in told["said"].splitlines():
                 _say(node, line)
-            self._gathering.take(node, told["news"])
+            try:
+                self._gathering.take(node, told["news"])
+            except (OSError, ValueError, MxprobeError) as error:
+                self._lose(node, error)
+                self._recorders[node].stop.remote()
+                continue
             if told["code"] is not None and told["news"].is_all:
                 self.codes[node] = int(told["code"])
                 self._recorders[node].clean.remote()

@@ -157,6 +157,13 @@ class Trace:
                 f"Steps before {windows.until} are kept as sums of several steps, in {windows.starts.size} windows "
                 "(--keep, --max-trace): their totals are those of every step; what happened within a window is lost."
             )
+        by_node = self.run.get("thinned_by_node")
+        for node, told in sorted(by_node.items()) if isinstance(by_node, dict) else ():
+            if (windows := Windows.from_json(told)) is not None:
+                found.append(
+                    f"Of the ranks of node {node}, steps before {windows.until} are kept as sums of several steps, in "
+                    f"{windows.starts.size} windows (--keep, --max-trace): what happened within a window is lost."
+                )
         excess = self.run.get("excess_bytes")
         if excess:
             found.append(

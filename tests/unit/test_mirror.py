@@ -89,3 +89,76 @@ def test_a_directory_that_holds_a_trace_is_left_alone(tmp_path: Path) -> None:
     writer(tmp_path / "taken", 0).close()
     with pytest.raises(TraceError, match="already holds a trace"):
         Gathering(tmp_path / "taken", {})
+
+
+def test_a_file_that_is_replaced_after_it_was_listed_comes_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    of_there, gathering = writer(there, 0), Gathering(here, {})
+    listed = mirror.files_of
+
+    def replaced_meanwhile(directory: Path) -> list[tuple[str, Path]]:
+        found = list(listed(directory))
+        of_there.update_run(more="x" * 500)
+        return found
+
+    monkeypatch.setattr(mirror, "files_of", replaced_meanwhile)
+    pull(gathering, "a", there)
+    assert open_trace(here).run["more"] == "x" * 500
+    of_there.close()
+    gathering.close()
+
+
+def test_a_live_file_that_becomes_a_part_is_never_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    of_there, gathering = writer(there, 0), Gathering(here, {})
+    pull(gathering, "a", there)
+    listed = mirror.files_of
+
+    def compacted_meanwhile(directory: Path) -> list[tuple[str, Path]]:
+        found = list(listed(directory))
+        of_there.close()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror, "files_of", compacted_meanwhile)
+        news = news_of(there, gathering.known("a"))
+    assert not news.is_all
+    gathering.take("a", news)
+    assert values(here) == [(0, 1, 0.0)]
+    pull(gathering, "a", there)
+    assert values(here) == [(0, 1, 0.0)]
+    gathering.close()
+
+
+def test_live_files_are_listed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = tmp_path / "there"
+    of_there = writer(there, 0)
+    below = mirror.files_below
+
+    def compacted_after(directory: Path) -> list[Path]:
+        found = list(below(directory))
+        of_there.close()
+        return found
+
+    monkeypatch.setattr(mirror, "files_below", compacted_after)
+    names = [path for path, _ in mirror.files_of(there)]
+    assert any(path.startswith(("signals/", "live/")) for path in names)
+
+
+def test_each_node_says_what_it_added_up(tmp_path: Path) -> None:
+    gathering = Gathering(tmp_path / "here", {})
+    for node, until in (("a", 8), ("b", 16)):
+        there = tmp_path / node
+        with writer(there, 0) as of_there:
+            of_there.update_run(thinned={"starts": [0], "until": until}, excess_bytes=until)
+        pull(gathering, node, there)
+        if node == "a":
+            assert open_trace(tmp_path / "here").run["thinned"]["until"] == 8
+    gathering.close()
+    trace = open_trace(tmp_path / "here")
+    assert "thinned" not in trace.run
+    assert {node: told["until"] for node, told in trace.run["thinned_by_node"].items()} == {"a": 8, "b": 16}
+    assert trace.run["excess_bytes"] == 24
+    assert sum("kept as sums" in problem for problem in trace.problems) == 2
