@@ -48,7 +48,7 @@ class Follower:
         signals = [frame for name, _, frame in rows if name == "signals"]
         for name, rank, frame in rows:
             if name in self._waiting:
-                self._keep(name, frame)
+                self._keep(name, frame.assign(rank=rank))
             if name == "overhead" and len(frame):
                 self._last[rank] = (int(frame["step"].max()), self._clock())
                 self._steps = pd.concat([self._steps, frame[["step", "time_ns"]]])[-_REMEMBERED_STEPS:]

@@ -137,11 +137,10 @@ def _overhead(rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
     if rows.empty:
         return
     by_step = rows.groupby("step").agg(
-        probe_ns=("probe_ns", "sum"),
-        step_ns=("step_ns", "sum"),
-        n_dropped=("n_dropped", "sum"),
-        time_ns=("time_ns", "max"),
+        probe_ns=("probe_ns", "sum"), step_ns=("step_ns", "sum"), time_ns=("time_ns", "max")
     )
+    # A counter since attach, and a window of added steps may have two rows of a rank.
+    dropped = rows.groupby(["step", "rank"])["n_dropped"].max().groupby("step").sum().reindex(by_step.index)
     frac = by_step["probe_ns"] / by_step["step_ns"].where(by_step["step_ns"] > 0)
     yield _long(by_step.index, "mxprobe/overhead_frac", frac.to_numpy(), by_step["time_ns"].to_numpy())
-    yield _long(by_step.index, "mxprobe/n_dropped", by_step["n_dropped"].to_numpy(), by_step["time_ns"].to_numpy())
+    yield _long(by_step.index, "mxprobe/n_dropped", dropped.to_numpy(), by_step["time_ns"].to_numpy())

@@ -56,7 +56,8 @@ def _skew(overhead: pd.DataFrame) -> list[str]:
     if rows["rank"].nunique() < 2:
         return []
     found: list[str] = []
-    last = rows.groupby("rank")["step"].max()
+    ends = rows["step"] if "last_step" not in rows else pd.to_numeric(rows["last_step"]).fillna(rows["step"])
+    last = ends.groupby(rows["rank"]).max()  # a row of added steps begins at `step`
     behind = last[last < last.max() - BEHIND_STEPS]
     if len(behind):
         found.append(

@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from mxprobe.attribution.ratios import mismatch_by_step, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.cli import main
 from mxprobe.exporting import curves
+from mxprobe.exporting.series import COLUMNS as TABLES_OF_CURVES
+from mxprobe.exporting.series import points, step_rows
 from mxprobe.schema import TABLES
 from mxprobe.trace import open_trace
 from tests import report_frames
@@ -147,3 +149,11 @@ def test_mismatch_needs_both_phases() -> None:
     rows = report_frames.outputs(["a"], [1, 2])
     assert len(mismatch_by_step(rows)) == 2
     assert mismatch_by_step(rows[rows["phase"] == "train"]).empty
+
+
+def test_rows_dropped_are_counted_once_where_steps_were_added_up() -> None:
+    rows = pd.DataFrame({"step": [4, 4, 4], "rank": [0, 0, 1], "probed": [True, False, True], "n_dropped": [7, 9, 2]})
+    overhead = rows.assign(probe_ns=1, step_ns=10, time_ns=4)
+    none = {name: pd.DataFrame(columns=list(TABLES_OF_CURVES[name])) for name in ("tensors", "outputs")}
+    (point,) = points(step_rows({**none, "overhead": overhead}))
+    assert point.values == {"mxprobe/n_dropped": 11.0, "mxprobe/overhead_frac": 0.1}

@@ -44,6 +44,15 @@ def test_a_rank_that_is_behind_or_slow_is_named() -> None:
     assert slow.startswith("Rank 1 takes 1.5 times as long per step as the median rank")
 
 
+def test_a_rank_whose_last_steps_were_added_up_is_not_behind() -> None:
+    rows = overhead({0: 100, 1: 100})
+    rows = rows[(rows["rank"] == 0) | (rows["step"] <= 80)]
+    rows = rows.assign(last_step=rows["step"].where((rows["rank"] == 0) | (rows["step"] < 80), 100))
+    assert said(rows, (0, 1)) == []
+    (behind,) = said(rows.assign(last_step=rows["last_step"].clip(upper=100 - 10 * rows["rank"])), (0, 1))
+    assert behind.startswith("Rank 1 was last seen at step 90, others at 100")
+
+
 def test_status_says_where_the_ranks_of_a_trace_stand() -> None:
     def answer(rank: int, step: int | None, role: str = "trainer", directory: str = "/a") -> dict[str, object]:
         return {"rank": rank, "last_step": step, "role": role, "directory": directory}
