@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,7 +28,9 @@ def is_of_a_signal_handler(error: BaseException) -> bool:
 
 def _code_of(handler: Any) -> CodeType | None:
     """The code of a handler written in Python; None of any other."""
+    while isinstance(handler, partial):
+        handler = handler.func
     function = getattr(handler, "__func__", handler)
     if not isinstance(function, FunctionType):
-        function = vars(type(handler)).get("__call__")
+        function = vars(type(function)).get("__call__")
     return function.__code__ if isinstance(function, FunctionType) else None

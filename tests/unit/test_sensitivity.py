@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import cache
 from typing import Any
 
@@ -240,6 +241,38 @@ def test_a_batch_that_cannot_be_cut_is_replayed_whole(why: str):
     found = measure_sensitivity(call, small_lm.linears(model), max_rows=72)
     assert seen == ([10] if why == "dropout" else [3, 10])
     assert set(found.n_samples) == {3}
+    seen.clear()
+    measure_sensitivity(call, small_lm.linears(model), max_rows=72)
+    assert seen == [10]  # what was found out is known
+
+
+@pytest.mark.parametrize("why", ["memory", "signal"])
+def test_no_larger_batch_is_tried_where_it_was_not_for_the_cut(why: str):
+    seen: list[int] = []
+
+    class TooLateError(Exception):
+        pass
+
+    class Failing(small_lm.SmallLM):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            seen.append(len(input_ids))
+            if why == "memory":
+                raise torch.cuda.OutOfMemoryError
+            signal.raise_signal(signal.SIGUSR1)
+            return super().forward(input_ids)
+
+    def handler(number: int, frame: Any) -> None:
+        raise TooLateError
+
+    model = Failing(n_layers=1)
+    call = capture(model, (small_lm.batch(10, 0),), {})
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises((TooLateError, torch.cuda.OutOfMemoryError)):
+            measure_sensitivity(call, small_lm.linears(model), max_rows=72)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [3]
 
 
 def test_modules_take_turns_where_outputs_are_too_large():

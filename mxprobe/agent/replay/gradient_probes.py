@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mxprobe_kernels
+from mxprobe.agent.interruptions import is_of_a_signal_handler
 from mxprobe.agent.replay.arms import BACKWARD_ROLES, FORWARD_ROLES, HIGH, arm_product, quantizer, run_arm
 from mxprobe.agent.replay.backward import WeightGradients
 from mxprobe.agent.replay.call import Call, NotReplayableError, forward, replayed
@@ -159,7 +160,7 @@ def _by_double_backward(
                 raise NotReplayableError("no gradient of the policy reaches a trained weight")
             return _rows(seen, whole, n_probes, format, rule, seed)
         except RuntimeError as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
+            if isinstance(error, torch.cuda.OutOfMemoryError) or is_of_a_signal_handler(error):
                 raise
             raise _NotTwiceDifferentiableError from error
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, undisturbed
+from mxprobe.agent.interruptions import is_of_a_signal_handler
 from mxprobe.agent.replay.arms import Arm, replay_arms
 from mxprobe.agent.replay.call import Call, NotReplayableError, capture
 from mxprobe.agent.replay.gradient_probes import probe_gradients
@@ -260,6 +261,8 @@ class Replays:
         try:
             return measure_floor(call, self._modules, mask=mask)
         except Exception as error:
+            if is_of_a_signal_handler(error):
+                raise
             self._tell(f"no floor: the batch cannot be put together otherwise ({type(error).__name__}: {error})")
             return None
 

@@ -16,6 +16,7 @@ S = samples measured, T = rows of a sample, K = in features, O = out features, J
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.agent.guard import undisturbed
+from mxprobe.agent.interruptions import is_of_a_signal_handler
 from mxprobe.agent.replay.call import Call, NotReplayableError, forward, is_by_sample, replayed, with_samples
 from mxprobe.agent.replay.linears import Intercept, Recorded
 from mxprobe.agent.replay.policy import (
@@ -50,6 +52,8 @@ CHUNK_ELEMENTS = 1 << 20
 """Elements decomposed at a time: about 60 bytes each."""
 MAX_OUTPUT_BYTES = 1 << 31
 """Outputs of the Linears whose gradients are held at once; the others are for another replay."""
+_WHOLE_ONLY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that do not take their batch in parts: to find out costs a forward pass, once."""
 
 Row = dict[str, Any]
 
@@ -145,14 +149,18 @@ def measure_sensitivity(
     def measured(call: Call, mask: torch.Tensor | None) -> Sensitivity:
         return _measure(call, modules, errors, mask, recorded, seed, n_probes, max_rows, max_output_bytes)
 
-    if few is not call:
-        try:
-            return measured(few, few_mask)
-        except NotReplayableError:
+    if few is call or call.module in _WHOLE_ONLY:
+        return measured(call, mask)
+    try:
+        return measured(few, few_mask)
+    except (NotReplayableError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:  # the model does not take its batch in parts
+        if is_of_a_signal_handler(error):
             raise
-        except Exception:  # the model does not take its batch in parts
-            pass
-    return measured(call, mask)
+    found = measured(call, mask)
+    _WHOLE_ONLY.add(call.module)
+    return found
 
 
 def _measure(
