@@ -39,7 +39,7 @@ class TraceTail:
         self.directory = directory
         self.run, self.problems = read_run(directory)
         self.is_behind = False
-        """Whether the last poll left rows that were there, because it had read enough."""
+        """Whether the last poll left rows that were there: it had read enough, or a file became another meanwhile."""
         self._columns = columns
         self._positions: dict[tuple[str, int], _Position] = {}
         self._run_stamp = self._stamp()
@@ -85,7 +85,8 @@ class TraceTail:
                 stream.seek(position.offset)
                 data = stream.read(_MAX_BYTES_PER_POLL)
                 self.is_behind |= len(data) == _MAX_BYTES_PER_POLL
-        except FileNotFoundError:
+        except FileNotFoundError:  # it became a part meanwhile: later files wait until that has been read
+            self.is_behind = True
             return
         source = pa.BufferReader(data)
         end = 0
@@ -114,8 +115,9 @@ class TraceTail:
             if not is_mixed:
                 try:
                     data = pq.ParquetFile(part.path).read(columns=list(self._columns[table])).slice(position.n_rows)
-                except FileNotFoundError:
-                    return  # put together with others meanwhile: at the next poll
+                except FileNotFoundError:  # put together with others meanwhile
+                    self.is_behind = True
+                    return
                 except UNREADABLE as error:
                     raise damaged(part.path, error) from None
                 if data.num_rows:

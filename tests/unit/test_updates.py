@@ -83,8 +83,8 @@ def test_ratios_add_first_and_divide_last():
 
 
 def test_the_worker_writes_a_row_per_module_once_in_a_group_of_versions():
-    rows: list[dict[str, Any]] = []
-    recorder: Any = SimpleNamespace(add=lambda table, row: rows.append({"table": table, **row}), flush=lambda: None)
+    tables: dict[str, list[dict[str, Any]]] = {}
+    recorder: Any = SimpleNamespace(add=lambda table, row: tables.setdefault(table, []).append(row), flush=lambda: None)
     worker = Worker(AgentConfig(), recorder, Guard(1, lambda *_: None, lambda: None))
     module = nn.Linear(64, 8)
     for step in (1, 2, 3, 4, 5, 9, 10, 11, 12):  # as around two probed steps
@@ -94,7 +94,8 @@ def test_the_worker_writes_a_row_per_module_once_in_a_group_of_versions():
         worker.put(lambda copies=copies: worker.keep_versions(copies))
     assert worker.drain(60)
     worker.stop(60)
-    assert {row.pop("table") for row in rows} == {"updates"}
+    assert set(tables) == {"updates", "weight_codes"}
+    rows = tables["updates"]
     assert all(set(row) == {name for name, _ in TABLES["updates"]} for row in rows)
     assert [(row["module"], row["from_step"], row["step"]) for row in rows] == [
         ("a", 2, 3),
