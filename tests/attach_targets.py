@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -160,8 +161,9 @@ def statements_in_memory(pid: int) -> int:
         for mapping in read_maps(pid):
             if mapping.permissions != "rw-p" or mapping.path:
                 continue
-            for address in range(mapping.start, mapping.end, PAGE_BYTES):
-                count += os.pread(memory.fileno(), len(beginning), address) == beginning
+            with contextlib.suppress(OSError):  # the process unmapped it meanwhile
+                for address in range(mapping.start, mapping.end, PAGE_BYTES):
+                    count += os.pread(memory.fileno(), len(beginning), address) == beginning
     return count
 
 

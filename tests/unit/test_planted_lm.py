@@ -71,7 +71,8 @@ def foreign(name: str, w: torch.Tensor) -> torch.Tensor:
     return (torch.sign(z) * grid[code] * s).reshape(w.shape)
 
 
-@pytest.mark.parametrize("name", [pytest.param("torchao", marks=pytest.mark.slow), "floor_div"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchao", "floor_div"])
 def test_a_foreign_rule_on_one_side_is_a_rule_mismatch_and_no_scale_bias(name: str, tmp_path: Path):
     trace, _ = write_planted(tmp_path / "t", "natural", train=mxfp4, rollout=lambda w: foreign(name, w))
     answer = recommend(open_trace(trace), QUICK)
