@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -345,13 +346,36 @@ class TakesOff(nn.Module):
         self._take_off = [probe.remove for probe in probes]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import threading
-
         for remove in self._take_off:
             thread = threading.Thread(target=remove)
             thread.start()
             thread.join()
         return self.act(x)
+
+
+def test_a_watch_left_by_an_interrupt_holds_nothing_once_it_is_taken_off():
+    experts = square_experts("eager")
+    watched = Watched(experts)
+    experts.act_fn = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        experts(torch.randn(4, 64), torch.full((4, 1), 2), torch.ones(4, 1))
+    left: list[Any] = _get_current_function_mode_stack()
+    held = [weakref.ref(probe._filling) for probe in watched.probes.values()]  # pyright: ignore
+    assert len(left) == len(held) == 2
+    for probe in watched.probes.values():
+        thread = threading.Thread(target=probe.remove)
+        thread.start()
+        thread.join()
+    assert [each() for each in held] == [None, None]
+    nn.functional.linear(torch.randn(2, 64), experts.down_proj[0])
+    for watch in reversed(left):
+        watch.leave()
+    assert not watched.end()
+
+
+class Interrupting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
 
 
 def test_a_mode_of_the_user_s_that_stays_on_is_left_in_place():

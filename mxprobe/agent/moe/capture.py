@@ -59,10 +59,14 @@ class ExpertsProbe(ModuleProbe):
         self.armed = True
 
     def _disarm(self) -> None:
-        """In whatever thread. A watch that is on comes off in its own: by the hook after the forward, left for that."""
+        """In whatever thread. A watch that is on comes off in its own: by the hook after the forward, left for that.
+
+        After a `KeyboardInterrupt` torch calls no hook, and there may be no other forward: the watch holds nothing.
+        """
         self.armed = False
         watch = self._watch
         if watch is not None and watch.is_elsewhere:
+            watch.mute()
             return
         self._leave()
         handles, self._handle, self._pre_handle = (self._handle, self._pre_handle), None, None
@@ -72,7 +76,7 @@ class ExpertsProbe(ModuleProbe):
 
     def forget(self) -> None:
         super().forget()
-        self._missing = 0
+        self._filling, self._missing = None, 0
 
     @property
     def sample_bytes(self) -> int:

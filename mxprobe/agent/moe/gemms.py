@@ -98,13 +98,14 @@ class GemmWatch(TorchFunctionMode):
         self._on_gemm = on_gemm
         self._on_error = on_error
         self._thread = 0
+        self._is_muted = False
         self._roots = [
             _root(name, weakref.ref(tensor), tensor, None, is_copy=False) for name, tensor in parameters.items()
         ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if type(out) is torch.Tensor and not torch.compiler.is_compiling():
+        if not self._is_muted and type(out) is torch.Tensor and not torch.compiler.is_compiling():
             try:
                 with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
                     self._look(getattr(func, "__name__", ""), args, kwargs or {}, out)
@@ -133,6 +134,12 @@ class GemmWatch(TorchFunctionMode):
         self._thread = 0
         for mode in reversed(above):
             _push_mode(mode)
+
+    def mute(self) -> None:
+        """Let go of all that it holds and look at nothing from now on; from any thread, where none can take it off."""
+        self._is_muted = True
+        self._roots = []
+        self._on_gemm = self._on_error = _nothing
 
     def _look(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor) -> None:
         read = _READERS.get(name)
@@ -176,6 +183,10 @@ class GemmWatch(TorchFunctionMode):
                 step = held.stride(0) * held.element_size()
                 return root, (start - root.start) // step if step else 0
         return None
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 def _root(
