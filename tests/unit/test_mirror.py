@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -91,19 +92,18 @@ def test_a_directory_that_holds_a_trace_is_left_alone(tmp_path: Path) -> None:
         Gathering(tmp_path / "taken", {})
 
 
-def test_a_file_that_is_replaced_after_it_was_listed_comes_whole(
+def test_a_file_that_is_replaced_before_it_is_opened_comes_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     of_there, gathering = writer(there, 0), Gathering(here, {})
-    listed = mirror.files_of
 
-    def replaced_meanwhile(directory: Path) -> list[tuple[str, Path]]:
-        found = list(listed(directory))
-        of_there.update_run(more="x" * 500)
-        return found
+    def open_replaced(file: Path, mode: str) -> IO[bytes]:
+        if file == there / "run.json":
+            of_there.update_run(more="x" * 500)
+        return open(file, mode)
 
-    monkeypatch.setattr(mirror, "files_of", replaced_meanwhile)
+    monkeypatch.setattr(mirror, "open", open_replaced, raising=False)
     pull(gathering, "a", there)
     assert open_trace(here).run["more"] == "x" * 500
     of_there.close()

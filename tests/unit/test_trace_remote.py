@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from mxprobe.errors import TraceError, UsageError
 from mxprobe.trace import TraceWriter, open_trace, remote
 
-pytest.importorskip("fsspec")
+fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,6 @@ def test_two_traces_are_not_mixed_at_one_url(tmp_path: Path) -> None:
 def test_a_part_goes_from_the_store_when_what_replaced_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fsspec
-
     url, local = "memory://store/merged.mxprobe", write(tmp_path / "run.mxprobe")
     remote.upload(local, url)
     store = fsspec.filesystem("memory")
@@ -102,6 +101,14 @@ def test_commands_on_one_url_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = "memory://store/shared.mxprobe"
     remote.upload(write(tmp_path / "run.mxprobe"), url)
+    store = type(fsspec.filesystem("memory"))
+    get_file = store.get_file
+
+    def get_slowly(*args: object) -> None:
+        get_file(*args)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(store, "get_file", get_slowly)
     with ThreadPoolExecutor(4) as pool:
         lengths = list(pool.map(lambda _: len(open_trace(url).events()), range(8)))
     assert lengths == [3] * 8
