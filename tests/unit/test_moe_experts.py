@@ -324,8 +324,12 @@ def test_a_forward_that_raises_leaves_no_mode_behind():
     with pytest.raises(IndexError):
         experts(torch.randn(4, 64), torch.full((4, 1), 2), torch.ones(3, 1))
     assert not _get_current_function_mode_stack()
+    assert not watched.sent
     experts(torch.randn(4, 64), torch.full((4, 1), 2), torch.ones(4, 1)).sum().backward()
-    assert ("down_proj", "train") in watched.end()
+    sent = watched.end()
+    assert set(sent) == {("gate_up_proj", "train"), ("down_proj", "train")}
+    assert all(piece.gradient is not None for each in sent.values() for piece in each.pieces)
+    assert {probe.train_rows for probe in watched.probes.values()} == {4}  # of the call that came to its end
 
 
 def test_taken_off_by_another_thread_in_the_middle_of_a_forward():

@@ -152,6 +152,11 @@ class ExpertsProbe(ModuleProbe):
         if not self.armed:
             self._disarm()
             return
+        if output is None:  # it raised: some of its products are missing, and it may be called again
+            self.why_unread = "its forward raised, or returned nothing"
+            if self._filling is not None:
+                self._filling, self._missing = None, 0
+            return
         super()._forward_hook(module, args, kwargs, output)
         self._filling = None
 
