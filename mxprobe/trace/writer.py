@@ -229,8 +229,12 @@ class TraceWriter:
         """After the last part, and with what all the parts together are too large by."""
         if self._keeper is None:
             return
-        with contextlib.suppress(*FAILURES):
+        try:
             self._keeper.enforce(time.monotonic())
+        except FAILURES:
+            pass
+        except Exception as error:  # every row is where it was, and the trace is complete
+            self._run["compaction_error"] = repr(error)
         if self._keeper.excess_bytes:
             self._run["excess_bytes"] = self._keeper.excess_bytes
 

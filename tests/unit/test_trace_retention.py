@@ -250,7 +250,6 @@ def test_windows_that_are_not_windows_are_none() -> None:
 
 def test_an_error_that_nobody_expected_stops_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        monkeypatch.undo()
         raise RuntimeError("deque mutated during iteration")
 
     monkeypatch.setattr(retention.Keeper, "enforce", fail)
