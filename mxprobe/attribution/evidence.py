@@ -18,6 +18,7 @@ from .measured import Measured
 from .noise import weight_changes
 from .recommendation import Certainty, Coverage, Evidence
 from .rollouts import behind_words
+from .symptom import far_modules, share_of_far
 from .thresholds import Thresholds
 from .trends import ALPHA, find_step, mann_kendall
 from .words import COMPONENT_WORDS, listed, number, percent, place
@@ -180,7 +181,14 @@ def _mismatch(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
     )
     if seen.n_same_recipe:
         text += f"; {seen.n_same_recipe} compute the same function on both sides (one exact recipe) and count as 0"
-    yield Evidence("mismatch", Certainty.MEASURED, text, seen.median, gate, seen.is_symptom(thresholds))
+    value, share = seen.median, seen.share_above(gate)
+    if value <= gate and share >= thresholds.far_share:
+        text += f"; {percent(share)} of them are over {number(gate)}; {percent(thresholds.far_share)} make a symptom"
+        value = seen.reached_by(thresholds.far_share)
+    elif value <= gate and seen.is_symptom(thresholds):
+        value, gate = seen.largest, max(gate, thresholds.mismatch_alone)
+        text += f"; that of a single one is {number(value)}, which makes a symptom by itself"
+    yield Evidence("mismatch", Certainty.MEASURED, text, value, gate, seen.is_symptom(thresholds))
 
 
 def _divergence(trace: Trace) -> Iterator[Evidence]:
@@ -216,6 +224,17 @@ def _fit(decision: Decision, measured: Measured, thresholds: Thresholds) -> Iter
             each.far_share,
             thresholds.far_share,
             each.far_share >= thresholds.far_share,
+        )
+    far = far_modules(decision.fits, len(measured.modules))
+    if far.any() and decision.mismatch.n_modules:
+        share = share_of_far(decision.mismatch, far)
+        yield Evidence(
+            "mismatch_of_far",
+            Certainty.MEASURED,
+            f"modules far from what their recipe predicts make {percent(share)} of all Linears' mismatch",
+            share,
+            thresholds.unexplained,
+            share > thresholds.unexplained,
         )
 
 

@@ -9,7 +9,7 @@ from .decision import Decision, Reason
 from .evidence import MAX_FAR_NAMES, phases_seen
 from .measured import Measured
 from .rollouts import behind_words
-from .symptom import far_modules
+from .symptom import far_modules, share_of_far
 from .thresholds import Thresholds
 
 
@@ -32,7 +32,8 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
             )
         case Reason.NO_SYMPTOM:
             rounds = [fit.phase for fit in decision.fits]
-            return f"None needed: training and rollout agree.{_cost(measured) if len(rounds) > 1 else ''}"
+            cost = _cost(measured) if len(rounds) > 1 else ""
+            return f"None needed: training and rollout differ by less than makes a symptom.{cost}"
         case Reason.BEHIND:
             return (
                 f"Not explained by MXFP4 rounding: the rollout's weights are stale. In it "
@@ -85,7 +86,8 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
         case Reason.ONE_PHASE:
             return "A trace that holds both sides: attach to the process that trains and to the one that generates."
         case Reason.NO_SYMPTOM:
-            log_probs, weights = measured.sides.log_probs, np.ones(measured.n_clusters)
+            weights = np.ones(measured.n_clusters)
+            log_probs = measured.sides.seen(weights)
             if log_probs is not None:
                 return (
                     f"A mean |log-probability difference| above {words.number(log_probs.gate(thresholds))} nats (now "
@@ -93,8 +95,12 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
                     f"{words.percent(thresholds.ess_loss)} (now {words.percent(log_probs.ess_loss(weights))})."
                 )
             return (
-                f"A median mismatch above {words.number(seen.gate(thresholds))} (now {words.number(seen.median)}), or "
-                "log-probabilities of rollout and trainer, which this trace does not hold."
+                f"A median mismatch above {words.number(seen.gate(thresholds))} (now {words.number(seen.median)}), "
+                f"{words.percent(thresholds.far_share)} of the Linears over that (now "
+                f"{words.percent(seen.share_above(seen.gate(thresholds)))}), one over "
+                f"{words.number(max(thresholds.mismatch_alone, seen.gate(thresholds)))} (now "
+                f"{words.number(seen.largest)}), or log-probabilities of rollout and trainer, which this trace does "
+                "not hold."
             )
         case Reason.BEHIND:
             return "A run whose rollout uses current weights; what is left of the mismatch then has another cause."
@@ -106,10 +112,19 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
                 "another position or mask of the same tokens, modules that the coverage lists as not seen."
             )
         case Reason.FAR:
+            share = share_of_far(seen, far_modules(decision.fits, len(measured.modules)))
+            many = any(fit.far_share >= thresholds.far_share for fit in decision.fits)
+            needs = [f"fewer than {words.percent(thresholds.far_share)} of the modules far from their prediction"]
+            needs = needs if many else []
+            if share > thresholds.unexplained:
+                needs.append(
+                    f"no more than {words.percent(thresholds.unexplained)} of the mismatch made by modules far from "
+                    f"their prediction (now {words.percent(share)})"
+                )
             return (
-                f"Fewer than {words.percent(thresholds.far_share)} of the modules far from their prediction. Look "
-                "first at async policy lag and at raw against processed log-probabilities; then at stale or wrong "
-                "weights in the rollout, another rule or format there, and its kernels."
+                f"{words.sentence(words.listed(needs))}. Look first at async policy lag and at raw against processed "
+                "log-probabilities; then at stale or wrong weights in the rollout, another rule or format there, and "
+                "its kernels."
             )
         case Reason.NO_OPERANDS:
             return "Operand statistics: attach to the process that trains."
@@ -129,9 +144,24 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
                 else ""
             )
             return (
-                f"{replay}Another verdict needs a median mismatch under {words.number(seen.gate(thresholds))} (now "
-                f"{words.number(seen.median)}){margin}, or layers that stop following their prediction."
+                f"{replay}Another verdict needs {_no_symptom(decision, thresholds)}{margin}, or layers that stop "
+                "following their prediction."
             )
+
+
+def _no_symptom(decision: Decision, thresholds: Thresholds) -> str:
+    """What the layers' mismatch must be to make no symptom."""
+    seen, gate = decision.mismatch, decision.mismatch.gate(thresholds)
+    share = decision.situation.share if decision.situation is not None else None
+    allowed = thresholds.far_share if share is None else min(share, thresholds.far_share)
+    over, largest = words.percent(seen.share_above(gate)), words.number(seen.largest)
+    if allowed < 1e-9:
+        return f"no mismatch of a Linear over {words.number(gate)} (now {over} of them, the largest {largest})"
+    return (
+        f"a median mismatch under {words.number(gate)} (now {words.number(seen.median)}) with less than "
+        f"{words.percent(allowed)} of the Linears over it (now {over}) and none over "
+        f"{words.number(max(thresholds.mismatch_alone, gate))} (now {largest})"
+    )
 
 
 def _cost(measured: Measured) -> str:

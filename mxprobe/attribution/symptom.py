@@ -11,6 +11,7 @@ recipe on both sides computes the same function on both sides, whatever its erro
 Of an even number of Linears the median is the upper one: a fault in half of the model is a fault of the model.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,17 @@ class Mismatch:
         """Part of the Linears seen on both sides whose own mismatch exceeds `gate`."""
         seen = self.per_module[np.isfinite(self.per_module)]
         return float((seen > gate).mean()) if seen.size else 0.0
+
+    @property
+    def largest(self) -> float:
+        """Mismatch of the Linear with most; NaN where none was seen on both sides."""
+        seen = self.per_module[np.isfinite(self.per_module)]
+        return float(seen.max()) if seen.size else float("nan")
+
+    def reached_by(self, share: float) -> float:
+        """The largest mismatch that at least `share` of the Linears reach; over a gate where so many are over it."""
+        seen = np.sort(self.per_module[np.isfinite(self.per_module)])
+        return float(seen[-max(math.ceil(share * seen.size), 1)]) if seen.size else float("nan")
 
 
 @dataclass(frozen=True)

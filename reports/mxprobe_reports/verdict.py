@@ -103,6 +103,7 @@ _DATA_OF: tuple[tuple[str, str], ...] = (
     ("rule_mismatch", "realised"),
     ("log_prob", "rollouts"),
     ("effective_sample", "rollouts"),
+    ("mismatch_of_far", "realised"),
     ("mismatch", "signals"),
     ("trend", "signals"),
     ("component", "error"),

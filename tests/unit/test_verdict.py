@@ -113,6 +113,7 @@ def test_stale_weights_are_not_explained(judge: Callable[..., Recommendation], s
     assert answer.component is Component.NONE
     assert evidence(answer, "realised_over_predicted_rollout").holds is True
     assert "stale or wrong weights" in answer.what_would_change
+    assert evidence(answer, "mismatch_of_far").holds is ("of the mismatch made by" in answer.what_would_change)
 
 
 def test_high_precision_gets_the_what_if_answer(judge: Callable[..., Recommendation]) -> None:
@@ -382,4 +383,5 @@ def test_one_layer_that_differs_is_named_where_log_probabilities_do(
     assert answer.verdict is Verdict.ENABLE, answer.headline
     assert answer.component is Component.DEADZONE
     assert {module for group in answer.where for module in group.modules} == {name}
+    assert "needs no mismatch of a Linear over" in answer.what_would_change
     assert {score.correction for score in answer.corrections if score.cures} >= {"of:1.0", "mxfp8"}
