@@ -442,6 +442,19 @@ def test_a_hook_that_waits_for_a_gradient_holds_no_operand():
     assert torch.equal(rows_of(y), y)
 
 
+def test_a_matrix_that_is_added_to_a_product_is_no_bias():
+    parameter, seen = torch.randn(4, 8, 16), list[Any]()
+    watch = GemmWatch({"w": parameter}, seen.append, seen.append)
+    watch.enter()
+    x, bias = torch.randn(3, 16), torch.randn(8)
+    torch.addmm(torch.randn(3, 8), x, parameter[1].T)
+    torch.addmm(bias, x, parameter[2].T)
+    watch.leave()
+    (gemm,) = seen
+    assert gemm.expert == 2
+    assert gemm.bias is bias
+
+
 @pytest.mark.parametrize(("dim", "index"), [(1, None), (2, None), (1, [0, 5]), (2, [3, 4, 9])])
 @pytest.mark.parametrize("flipped", [False, True])
 def test_sampled_experts_are_cut_to_the_sampled_features(dim: int, index: list[int] | None, flipped: bool):

@@ -262,7 +262,8 @@ def _matmul(input: Any, other: Any = None, **named: Any) -> _Product:
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, **named: Any) -> _Product | None:
-    return None if named else _Product(mat1, mat2, True, bias=input)
+    """A matrix that is added is no bias: what is returned is no product then."""
+    return None if named or input.dim() != 1 else _Product(mat1, mat2, True, bias=input)
 
 
 def _grouped(input: Any, weight: Any, offs: Any = None, **_named: Any) -> _Product:
