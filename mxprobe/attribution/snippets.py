@@ -68,9 +68,9 @@ def snippet_for(correction: str, where: Sequence[OperandGroup], framework: str, 
 def has_option(correction: str, framework: str) -> bool:
     """Whether the framework, or torchao under plain PyTorch, has an option for it; else it is emulated by hand."""
     parsed = Correction.parse(correction)
-    if parsed.kind is CorrectionKind.KEEP_HIGH_PRECISION:
-        return True
     if framework in TORCH_FRAMEWORKS:
+        if parsed.kind is CorrectionKind.KEEP_HIGH_PRECISION:
+            return True
         return parsed.kind in _TORCHAO and parsed.parameter is not Rule.FLOOR_DIV
     return (framework, parsed.kind) in _KNOBS
 

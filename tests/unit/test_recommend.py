@@ -20,7 +20,7 @@ from mxprobe.agent.recipes import Call, infer_recipe
 from mxprobe.attribution import CorrectionScore, OperandGroup, Recommendation, Thresholds, recommend
 from mxprobe.attribution.costs import cost_of, tier_of
 from mxprobe.attribution.recommendation import JSON_SCHEMA
-from mxprobe.attribution.snippets import FRAMEWORKS, Emulated, snippet_for
+from mxprobe.attribution.snippets import FRAMEWORKS, TORCH_FRAMEWORKS, Emulated, has_option, snippet_for
 from mxprobe.cli import main
 from mxprobe.cli.recommend import show
 from mxprobe.errors import EXIT_TRACE, EXIT_USAGE, UsageError
@@ -305,3 +305,10 @@ def test_not_finite_numbers_become_null(recommendation: Recommendation) -> None:
     data = replace(recommendation, corrections=(score,)).to_json()
     assert data["corrections"][0]["gain_low"] is None
     assert data["corrections"][0]["recovery"] is None
+
+
+@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name not in TORCH_FRAMEWORKS])
+@pytest.mark.parametrize("correction", NAMEABLE)
+def test_an_option_is_claimed_where_the_snippet_has_one(correction: str, framework: str) -> None:
+    text = snippet_for(correction, (group("q_proj"),), framework, Emulated()).text
+    assert has_option(correction, framework) is (f"{framework} has no option for this" not in text)
