@@ -37,8 +37,8 @@ def accumulate(
 
     Pass `x.detach()`: there is nothing to differentiate. Never synchronises, allocates no slot, and may be captured
     into a CUDA graph once the same call has run outside of one (`warm_up`); what it allocates then is the graph's own.
-    `enabled`: int32 [1] on the device; a replay while it holds 0 adds nothing and does not read x. ValueError as for
-    `decompose`, and where slots do not fit.
+    `enabled`: int32 [1] on the device; a replay while it holds 0 adds nothing and does not read x, but for its amax of
+    a format with a scale for the tensor or for squares. ValueError as for `decompose`, and where slots do not fit.
     """
     if slots.shape[1:] != (N_VALUES,) or slots.dtype != torch.float64 or slots.device != x.device:
         raise ValueError(f"slots must be float64 [n, {N_VALUES}] on {x.device}; make them with new_slots()")

@@ -34,10 +34,11 @@ def decompose(
 ) -> Decomposition:
     """Decompose the quantization error of x, blocks along `dim` (the contraction axis of the consuming GEMM).
 
-    x: float32, bfloat16, float16 or float64 (rounded to float32), any shape and strides. Blocks with a NaN or
-    an infinity are counted and left out. Nothing is copied from the device until a number is read off the
-    result. `enabled`: int32 [1] on the device of x; while it holds 0 everything is 0, and the Triton kernels do not
-    read x. ValueError for an unknown format, rule or backend, or a tensor that has no such axis.
+    x: float32, bfloat16, float16 or float64 (rounded to float32), any shape and strides. Blocks with a NaN or an
+    infinity are counted and left out. Nothing is copied from the device until a number is read off the result.
+    `enabled`: int32 [1] on the device of x; while it holds 0 everything is 0, and the Triton kernels do not read x but
+    for its amax, of a format with a scale for the tensor or for squares. ValueError for an unknown format, rule or
+    backend, or a tensor that has no such axis.
     """
     record, chosen = get_format(format), get_rule(rule)
     picked = pick_backend(backend, x)

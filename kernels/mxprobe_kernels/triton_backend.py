@@ -40,7 +40,8 @@ def decompose(
 ) -> Decomposition:
     """As `torch_backend.decompose`; sums within 1e-6 of float64, codes, counts and histograms exact.
 
-    `enabled`: int32 [1] on the device of x; where it holds 0 x is not read, and everything is 0.
+    `enabled`: int32 [1] on the device of x; where it holds 0 everything is 0, and x is not read but for its amax, of a
+    format with a scale for the tensor or for squares.
     """
     rows = rows_of(x, dim)
     if not rows.numel():
@@ -99,7 +100,8 @@ def lite(x: torch.Tensor, rule: Rule, *, enabled: torch.Tensor | None = None) ->
     fast = part.sum(0)
     exact = exact_parts(rows, MXFP4, rule, flag).sum(0)
     # sum_x2, sum_e2, n_zeroed, n_saturated; n_nonfinite is only ever counted there
-    both = torch.where(flag != 0, exact[[0, 1, 15, 17]], fast)
+    chosen = torch.cat((exact[:2], exact[15:16], exact[17:18]))  # an index of the host would be copied, and waited for
+    both = torch.where(flag != 0, chosen, fast)
     return Lite(torch.cat((both, exact[19:20])), amax.amax().view(torch.float32))
 
 

@@ -100,7 +100,11 @@ def exact_parts(
 
 
 def decompose_format(rows: torch.Tensor, format: Format, rule: Rule, enabled: torch.Tensor | None) -> torch.Tensor:
-    """rows [R, K], blocks along K -> float64 [N_VALUES]."""
+    """rows [R, K], blocks along K -> float64 [N_VALUES].
+
+    Where `enabled` holds 0 the caller has to zero the result; rows are then not read but for their amax, of a format
+    with a scale for the tensor or for squares.
+    """
     shape = (triton.cdiv(rows.shape[0], format.block_rows), triton.cdiv(rows.shape[1], format.block))
     device = rows.device
     amax = torch.zeros(shape, dtype=torch.int32, device=device)
