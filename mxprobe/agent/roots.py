@@ -26,7 +26,9 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 class RootWatch:
     """Global forward hooks that note outermost modules. `close` takes them off, from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, swallow: Callable[[str, BaseException], None]) -> None:
+        """`swallow` takes what goes wrong in a hook, and raises what is the user's."""
+        self._swallow = swallow
         self.on_enter: Callable[[nn.Module], None] | None = None
         """Called with each outermost module as its forward begins, in the thread that runs it."""
         self.with_grad: dict[int, nn.Module] = {}
@@ -46,7 +48,10 @@ class RootWatch:
         if depth == 0:
             seen = self.with_grad if torch.is_grad_enabled() else self.without_grad
             seen[id(module)] = module
-            note_stage(module, sys._getframe().f_back)  # pyright: ignore[reportPrivateUsage]
+            try:
+                note_stage(module, sys._getframe().f_back)  # pyright: ignore[reportPrivateUsage]
+            except Exception as error:
+                self._swallow("looking for a pipeline stage", error)
             if self.on_enter is not None:
                 self.on_enter(module)
 

@@ -117,7 +117,7 @@ class Session:
         self._inventoried = False
         self._is_out = False
         self.worker = Worker(config, self._recorder, self.guard)  # a thread: nothing before it may fail any more
-        self._watch = RootWatch()
+        self._watch = RootWatch(self.guard.swallow)
         self._eager.watch()
         try:
             self._unwatch_steps = watch_steps(self._on_optimizer_step)
@@ -313,9 +313,9 @@ class Session:
                 )
         self._signals.ensure_wrapped()
         self._clock.advance()
-        self.state = State.ATTACHED
-        names = [type(root).__name__ for root in roots]
         self._roots = [weakref.ref(root) for root in roots]
+        self.state = State.ATTACHED  # from here on `tick` looks whether the roots are still there
+        names = [type(root).__name__ for root in roots]
         recipes = self._switch.look(roots)
         self.worker.put(lambda: self._announce(names, recipes))
 

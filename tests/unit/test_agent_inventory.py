@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from mxprobe.agent import roots
 from mxprobe.agent.clock import completed_steps
 from mxprobe.agent.inventory import module_rows, take_inventory
-from mxprobe.agent.roots import named_modules, plain_name, trained_roots
+from mxprobe.agent.roots import RootWatch, named_modules, plain_name, trained_roots
 from mxprobe.schema import TABLES
 
 
@@ -117,3 +121,19 @@ def test_the_run_s_own_step_count_is_read_where_there_is_one():
             optimizer.step()
         count = completed_steps(optimizer)
         assert (None if count is None else count.item()) == expected
+
+
+def test_a_stage_that_cannot_be_noted_stops_no_forward(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: Any) -> None:
+        raise TypeError("no stage of a kind that is known")
+
+    monkeypatch.setattr(roots, "note_stage", broken)
+    told: list[str] = []
+    watch = RootWatch(lambda where, error: told.append(f"{where}: {error}"))
+    try:
+        model = nn.Linear(8, 8)
+        model(torch.zeros(1, 8))
+    finally:
+        watch.close()
+    assert list(watch.with_grad.values()) == [model]
+    assert told == ["looking for a pipeline stage: no stage of a kind that is known"]
