@@ -162,9 +162,9 @@ def _snapshot_rows(
         place = snapshot.placement.words(operand.role)
         key: Row = {**when, "role": operand.role.value, "placement": place}
         key.update(format=config.format, rule=config.rule)
-        n_rows, length = operand.a.shape
-        edges = snapshot.placement.edge_blocks(operand.role, length, n_rows, get_format(config.format).block)
-        yield "tensors", {**key, **measured.row, "n_edge_blocks": edges}
+        length, block = operand.a.shape[1], get_format(config.format).block
+        edges = operand.n_counted * snapshot.placement.edge_blocks(operand.role, length, 1, block)
+        yield "tensors", {**key, **measured.row, "n_edge_blocks": round(edges)}
         sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
         yield "blocks", {**key, **sampled, **block_row(measured.fields, measured.weights)}
         yield from _findings(key, measured.row)

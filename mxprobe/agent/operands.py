@@ -50,6 +50,11 @@ class Operand(NamedTuple):
     certain_weight: float = 1.0
 
     @property
+    def n_counted(self) -> float:
+        """Rows, each as often as it counts."""
+        return self.a.shape[0] + self.n_certain * (self.certain_weight - 1.0)
+
+    @property
     def weights(self) -> torch.Tensor | None:
         """float64 [M], or None where all count 1."""
         if not self.n_certain:

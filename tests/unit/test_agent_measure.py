@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
+from mxprobe.agent.adapters.placement import Placement, Shard
 from mxprobe.agent.codes import WeightHistory
 from mxprobe.agent.measure import measure_step
 from mxprobe.agent.operands import IDENTITY_TOLERANCE, identity_error
@@ -231,6 +232,14 @@ def test_sums_over_sampled_rows_are_those_over_all_but_for_the_draw():
     found = torch.tensor(draws, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64)
     assert float((found.mean(0) - 1).abs().max()) < 0.05
     assert float(found.std(0).max()) < 0.15
+
+
+def test_blocks_at_the_edge_of_a_shard_are_counted_as_blocks_are():
+    x, g = heavy_tailed(K, 1), heavy_tailed(OUT, 2)
+    shards = Placement(in_features=Shard(1, 5), out_features=Shard(1, 5))  # the second begins within a block
+    rows = by_role(measure(replace(sampled(x, g, 0), placement=shards))["tensors"])
+    assert rows["x_fwd"]["n_edge_blocks"] == 0
+    assert rows["g_dgrad"]["n_edge_blocks"] == pytest.approx(rows["g_dgrad"]["n_blocks"], abs=1)
 
 
 def test_wgrad_takes_whole_tiles_of_the_same_tokens():
