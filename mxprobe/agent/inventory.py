@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, typ
 from mxprobe.agent.adapters.adapter import MISFIT, Adapter
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.hooks import ModuleProbe
+from mxprobe.agent.interruptions import is_of_a_signal_handler
 from mxprobe.agent.roots import named_modules
 
 PROBED, NOT_SELECTED, NOT_CALLED, NOT_LINEAR = "probed", "not_selected", "not_called", "not_linear"
@@ -55,18 +56,35 @@ def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
     for name, module in named_modules(roots):
         if isinstance(module, ParametrizationList):
             continue  # belongs to the module it parametrizes
-        matrices, adapter = _matrices(module), adapter_of(module)
-        misfit = adapter.misfit(module) if adapter is not None else ""
-        if adapter is not None and not misfit:
-            obstacle = _COMPILED if id(module) in compiled else _FUSED if id(module) in fused else ""
-            entries += _gemms(name, module, adapter, matrices, globs, obstacle)
-        elif matrices:
-            largest = max(matrices, key=lambda p: p.numel())
-            n_parameters = sum(p.numel() for p in matrices)
-            shape, dtype = tuple(largest.shape), _dtype(matrices)
-            known = adapter is not None
-            entries.append(Entry(name, module, shape, dtype, n_parameters, False, misfit, has_adapter=known))
+        obstacle = _COMPILED if id(module) in compiled else _FUSED if id(module) in fused else ""
+        try:
+            entries += _entries_of(name, module, globs, obstacle)
+        except Exception as error:  # of a class that has changed, or is no such class at all: the others go on
+            if is_of_a_signal_handler(error):
+                raise
+            entries.append(_unread(name, module, error))
     return entries
+
+
+def _entries_of(name: str, module: nn.Module, globs: Sequence[str], obstacle: str) -> list[Entry]:
+    matrices, adapter = _matrices(module), adapter_of(module)
+    misfit = adapter.misfit(module) if adapter is not None else ""
+    if adapter is not None and not misfit:
+        return list(_gemms(name, module, adapter, matrices, globs, obstacle))
+    return [_unmeasured(name, module, matrices, misfit, has_adapter=adapter is not None)] if matrices else []
+
+
+def _unmeasured(name: str, module: nn.Module, matrices: list[Any], obstacle: str, *, has_adapter: bool) -> Entry:
+    shape = tuple(max(matrices, key=lambda p: p.numel()).shape) if matrices else (0, 0)
+    n_parameters = sum(p.numel() for p in matrices)
+    return Entry(name, module, shape, _dtype(matrices), n_parameters, False, obstacle, has_adapter=has_adapter)
+
+
+def _unread(name: str, module: nn.Module, error: Exception) -> Entry:
+    """Of a module that its adapter stumbled over."""
+    matrices = [p for p in vars(module)["_parameters"].values() if p is not None and p.dim() >= 2]
+    why = f"{MISFIT} {type(module).__name__}: {type(error).__name__}"
+    return _unmeasured(name, module, matrices, why, has_adapter=True)
 
 
 def _gemms(

@@ -9,7 +9,8 @@ from torch.nn.utils import parametrizations
 
 from mxprobe.agent import roots
 from mxprobe.agent.clock import completed_steps
-from mxprobe.agent.inventory import module_rows, take_inventory
+from mxprobe.agent.inventory import misfits, module_rows, take_inventory
+from mxprobe.agent.moe.adapters import ExpertsAdapter
 from mxprobe.agent.roots import RootWatch, named_modules, plain_name, trained_roots
 from mxprobe.schema import TABLES
 
@@ -137,3 +138,16 @@ def test_a_stage_that_cannot_be_noted_stops_no_forward(monkeypatch: pytest.Monke
         watch.close()
     assert list(watch.with_grad.values()) == [model]
     assert told == ["looking for a pipeline stage: no stage of a kind that is known"]
+
+
+def test_a_module_that_an_adapter_stumbles_over_is_told_and_the_others_are_probed(monkeypatch: pytest.MonkeyPatch):
+    def stumbling(self: Any, module: nn.Module) -> tuple[str, ...]:
+        raise AttributeError("no such parameter")
+
+    monkeypatch.setattr(ExpertsAdapter, "parts", stumbling)
+    entries = take_inventory([Model()], ["*"])
+    rows = {row["module"]: row for row in module_rows(entries, {})}
+    assert rows["experts"]["status"] == "not_called"
+    assert rows["experts"]["reason"].startswith("adapter does not fit Experts: AttributeError")
+    assert misfits(entries) == ["adapter does not fit Experts: AttributeError"]
+    assert next(entry for entry in entries if entry.name == "attention").selected
