@@ -9,6 +9,7 @@ whose error is large is also one whose router is near a tie, and an earlier flip
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,13 +23,14 @@ from mxprobe.trace.chunks import chunks
 from .rollouts import of_one_source
 
 Row = dict[str, Any]
-Place = tuple[str, str, str]
-"""Module, role, measure."""
+Place = tuple[str, str, str, int, str]
+"""Module, role, phase, rank, measure."""
 
 OUTPUT_ERROR, ZEROED = "output_error", "zeroed"
 FAR_OUT = 3.0
 TIMES_MEDIAN = 2.0
-_PLACE = ("module", "role", "measure")
+_OPERAND = ("module", "role", "phase", "rank")
+"""Of one rank: under expert parallelism each numbers its own experts from 0 on."""
 _COUNTED = ("n_steps", "n_experts", "n_called", "n_measured", "n_one_token")
 _QUANTILES = tuple(f"q{percent}" for percent in SPREAD_QUANTILES)
 _EXPERT_SUMS = ("rows", "n", "n_zeroed", "out_ref2", "out_e2")
@@ -43,7 +45,10 @@ class Standout(NamedTuple):
     module: str
     """The parameter that holds the experts."""
     role: str
+    phase: str
+    rank: int
     expert: int
+    """On its rank."""
     measure: str
     """`output_error` or `zeroed`."""
     value: float
@@ -65,9 +70,9 @@ class Mixture:
     """What a trace holds of experts and routers; all empty where it holds none."""
 
     spread: Mapping[Place, Row]
-    """By module, role and measure: mean quantiles, and mean numbers of experts."""
+    """By module, role, phase, rank and measure: mean quantiles, and mean numbers of experts."""
     experts: Sequence[Row]
-    """By module, role and expert: sums over the steps in which it was among the worst."""
+    """By module, role, phase, rank and expert: sums over the steps in which it was among the worst."""
     routing: Sequence[Row]
     """By router and phase: sums over steps; `by_logits`."""
     flips: Mapping[str, Row]
@@ -79,22 +84,32 @@ class Mixture:
     @classmethod
     def of(cls, trace: Trace) -> Mixture:
         """Read piece by piece: the tables of a long run do not fit into memory."""
-        spread = _added(trace, "expert_spread", _PLACE, (*_COUNTED, *_QUANTILES))
+        spread = _added(trace, "expert_spread", (*_OPERAND, "measure"), (*_COUNTED, *_QUANTILES))
         flips = _added(trace, "routing_flips", ("module",), _FLIP_SUMS)
         events = trace.events()
         return cls(
             spread={
-                (str(row["module"]), str(row["role"]), str(row["measure"])): {
+                (*_operand(row), str(row["measure"])): {
                     name: row[name] / row["n_steps"] for name in (*_COUNTED, *_QUANTILES)
                 }
                 for row in spread
             },
-            experts=_added(trace, "experts", ("module", "role", "expert"), _EXPERT_SUMS),
+            experts=_added(trace, "experts", (*_OPERAND, "expert"), _EXPERT_SUMS),
             routing=_added(trace, "routing", ("module", "phase", "by_logits"), _ROUTING_SUMS),
             flips={str(row["module"]): row for row in flips},
             flipped=flipped_share(trace.rollouts()),
             told=tuple(events.loc[events["kind"].astype(str) == "experts", "detail"].astype(str)),
         )
+
+    def layers(self) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:
+        """By module and phase, by role and measure: the mean over ranks of `spread`."""
+        rows: dict[tuple[str, str], dict[tuple[str, str], list[Row]]] = {}
+        for (module, role, phase, _, measure), row in self.spread.items():
+            rows.setdefault((module, phase), {}).setdefault((role, measure), []).append(row)
+        return {
+            layer: {place: {name: _mean([row[name] for row in of]) for name in of[0]} for place, of in found.items()}
+            for layer, found in rows.items()
+        }
 
     @property
     def is_empty(self) -> bool:
@@ -106,14 +121,23 @@ class Mixture:
         for row in self.experts:
             values = {OUTPUT_ERROR: _ratio(row["out_e2"], row["out_ref2"]), ZEROED: _ratio(row["n_zeroed"], row["n"])}
             for measure, value in values.items():
-                module, role = str(row["module"]), str(row["role"])
-                layer = self.spread.get((module, role, measure))
+                place = _operand(row)
+                layer = self.spread.get((*place, measure))
                 if layer is None:
                     continue
                 bound = layer["q75"] + FAR_OUT * (layer["q75"] - layer["q25"])
                 if value > max(bound, TIMES_MEDIAN * layer["q50"]):
-                    found.append(Standout(module, role, int(row["expert"]), measure, value, layer["q50"]))
+                    found.append(Standout(*place, int(row["expert"]), measure, value, layer["q50"]))
         return sorted(found, key=lambda each: -_ratio(each.value, max(each.median, 1e-300)))
+
+
+def _operand(row: Row) -> tuple[str, str, str, int]:
+    return str(row["module"]), str(row["role"]), str(row["phase"]), int(row["rank"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _ratio(above: float, below: float) -> float:

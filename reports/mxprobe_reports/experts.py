@@ -31,24 +31,26 @@ def section(mixture: Mixture | None) -> Html:
 
 def _layers(mixture: Mixture) -> Html:
     rows: list[list[object]] = []
-    for module in sorted({module for module, _, _ in mixture.spread}, key=natural_key):
-        tokens = mixture.spread.get((module, "x_fwd", "rows"))
+    layers = mixture.layers()
+    for module, phase in sorted(layers, key=lambda key: (natural_key(key[0]), key[1])):
+        spread = layers[module, phase]
+        tokens = spread.get(("x_fwd", "rows"))
         if tokens is None:
             continue
-        row: list[object] = [tag("code", module), f"{tokens['n_called']:.0f} of {tokens['n_experts']:.0f}"]
+        row: list[object] = [tag("code", module), phase, f"{tokens['n_called']:.0f} of {tokens['n_experts']:.0f}"]
         row += [number(tokens["n_measured"]), number(tokens["n_one_token"]), _range(tokens, number)]
-        row += [_range(mixture.spread.get((module, role, "output_error")), percent) for role in _SHOWN]
+        row += [_range(spread.get((role, "output_error")), percent) for role in _SHOWN]
         rows.append(row)
     if not rows:
         return Html("")
-    head = ["experts of", "called", "measured", "with one token", "tokens of an expert"]
+    head = ["experts of", "phase", "called", "measured", "with one token", "tokens of an expert"]
     head += [f"output error, {words}" for words in _SHOWN.values()]
     note = (
-        "Averages over probed steps. Ranges are minimum – median – maximum over the experts measured. Output error: of "
-        "one operand rounded, ‖E B‖² / ‖A B‖² of each expert's own product. Elsewhere on this page the experts of a "
-        "layer are one row, their sums added."
+        "Averages over probed steps and ranks. Ranges are minimum – median – maximum over the experts measured. Output "
+        "error: of one operand rounded, ‖E B‖² / ‖A B‖² of each expert's own product. Elsewhere on this page the "
+        "experts of a layer are one row, their sums added."
     )
-    return table(head, rows, numeric=range(1, len(head)), class_="compact") + tag("p", note, class_="note")
+    return table(head, rows, numeric=range(2, len(head)), class_="compact") + tag("p", note, class_="note")
 
 
 def _range(quantiles: Mapping[str, float] | None, words: Callable[[float], str]) -> str:
@@ -59,11 +61,14 @@ def _standouts(found: list[Standout]) -> Html:
     title = tag("h3", "Experts that stand out")
     if not found:
         return title + tag("p", "None is far from the others of its layer.", class_="note")
+    ranks = len({each.rank for each in found}) > 1
     rows = [
         [
             tag("code", each.module),
+            *([each.rank] if ranks else []),
             each.expert,
             ROLE_LABELS.get(each.role, each.role),
+            each.phase,
             _MEASURES[each.measure],
             percent(each.value),
             percent(each.median),
@@ -72,8 +77,10 @@ def _standouts(found: list[Standout]) -> Html:
     ]
     rest = len(found) - len(rows)
     more = tag("p", f"{rest} more.", class_="note") if rest > 0 else ""
-    head = ["layer", "expert", "operand", "measure", "this expert", "its layer's median"]
-    return title + table(head, rows, numeric=(1, 4, 5), class_="compact") + more
+    head = ["layer", *(["rank"] if ranks else []), "expert", "operand", "phase", "measure", "this expert"]
+    head.append("its layer's median")
+    numeric = (*range(1, 2 + ranks), len(head) - 2, len(head) - 1)
+    return title + table(head, rows, numeric=numeric, class_="compact") + more
 
 
 def _routing(mixture: Mixture) -> Html:

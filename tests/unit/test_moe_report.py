@@ -106,7 +106,7 @@ def test_the_planted_expert_stands_out_in_its_weights(mixture: Mixture):
 
 
 def test_quantiles_are_averaged_over_steps(mixture: Mixture):
-    tokens_of = mixture.spread[f"{LAYER}.gate_up_proj", "x_fwd", "rows"]
+    tokens_of = mixture.spread[f"{LAYER}.gate_up_proj", "x_fwd", "train", 0, "rows"]
     assert (tokens_of["n_experts"], tokens_of["n_steps"]) == (8.0, 1.0)
     assert 0 < tokens_of["q0"] < tokens_of["q50"] < tokens_of["q100"] < 320
 
@@ -136,11 +136,40 @@ def test_a_trace_without_experts_has_no_such_section(tmp_path: Path):
 
 
 def test_nothing_stands_out_where_all_are_alike():
-    layer = dict.fromkeys(("q0", "q25", "q50", "q75", "q100"), 0.1)
-    spread = {("a", "x_fwd", measure): layer for measure in ("zeroed", "output_error")}
-    row = {"module": "a", "role": "x_fwd", "expert": 0, "n": 100.0, "n_zeroed": 12.0, "out_ref2": 1.0, "out_e2": 0.25}
-    mixture = Mixture(spread, [row], [], {}, None, ())
-    assert mixture.standouts() == [Standout("a", "x_fwd", 0, "output_error", 0.25, 0.1)]
+    layer: dict[str, Any] = dict.fromkeys(("q0", "q25", "q50", "q75", "q100"), 0.1)
+    spread = {("a", "x_fwd", "train", 0, measure): layer for measure in ("zeroed", "output_error")}
+    mixture = Mixture(spread, [ALIKE], [], {}, None, ())
+    assert mixture.standouts() == [Standout("a", "x_fwd", "train", 0, 0, "output_error", 0.25, 0.1)]
+
+
+ALIKE: dict[str, Any] = {
+    "module": "a",
+    "role": "x_fwd",
+    "phase": "train",
+    "rank": 0,
+    "expert": 0,
+    "n": 100.0,
+    "n_zeroed": 12.0,
+    "out_ref2": 1.0,
+    "out_e2": 0.25,
+}
+
+
+def test_experts_of_one_number_on_two_ranks_are_two(tmp_path: Path):
+    when = {"step": 1, "time_ns": 1, "micro_step": 0, "module": "a", "role": "w_fwd", "phase": "train"}
+    quantiles = dict.fromkeys(("q0", "q10", "q25", "q50", "q75", "q90", "q100"), 0.1)
+    with TraceWriter(tmp_path / "run.mxprobe", {}) as writer:
+        for rank in range(2):
+            layer = {**when, "n_steps": 1, "n_experts": 4, "n_called": 4, "n_measured": 4, "n_one_token": 0}
+            spread = {**layer, "measure": "output_error", **quantiles}
+            writer.append("expert_spread", {name: [value] for name, value in spread.items()}, rank=rank)
+            expert = {**layer, "expert": 3, "n": 8, "n_zeroed": 1, "out_ref2": 1.0, "out_e2": 0.1 + 0.8 * rank}
+            expert = {name: value for name, value in expert.items() if name not in ("n_measured", "n_one_token")}
+            writer.append("experts", {name: [value] for name, value in expert.items()}, rank=rank)
+    mixture = Mixture.of(open_trace(tmp_path / "run.mxprobe"))
+    found = mixture.standouts()
+    assert [(each.rank, each.expert, each.value) for each in found] == [(1, 3, 0.9)]
+    assert set(mixture.layers()) == {("a", "train")}
 
 
 def test_coverage_says_what_replays_leave_out():
@@ -160,7 +189,7 @@ def test_steps_that_were_added_up_tell_the_same(written: Path, mixture: Mixture)
     spread = added("expert_spread")
     assert (spread["step"] == 1).all()
     for row in spread.to_dict("records"):
-        before = mixture.spread[row["module"], row["role"], row["measure"]]
+        before = mixture.spread[row["module"], row["role"], row["phase"], 0, row["measure"]]
         assert row["n_steps"] == 2
         assert row["q50"] / row["n_steps"] == pytest.approx(before["q50"])
     experts = added("experts").set_index(["module", "role", "expert"])
