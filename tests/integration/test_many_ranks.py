@@ -38,7 +38,8 @@ def private_base(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
 
 def test_eight_ranks_at_once(tmp_path: Path) -> None:
     launcher = (*TORCHRUN, f"--nproc-per-node={N_RANKS}")
-    with launched(tmp_path / "attached", launcher, N_RANKS, "0") as job:
+    # Steps far apart: the control has to repeat as many.
+    with launched(tmp_path / "attached", launcher, N_RANKS, "0", "--pause-s", "0.2") as job:
         for cycle in range(N_CYCLES):
             trace = tmp_path / f"{cycle}.mxprobe"
             attach = ("attach", "--job", job.pid, "-o", str(trace), "--background", *SCHEDULE)
