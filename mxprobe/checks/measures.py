@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.coverage import coverage_of
+from mxprobe.attribution.identity import PLACED
 from mxprobe.attribution.measured import measure
 from mxprobe.attribution.ratios import ADDITIVE, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.attribution.symptom import mismatch
@@ -55,7 +56,7 @@ class OperandMeasures:
 
     @cached_property
     def _rows(self) -> pd.DataFrame:
-        rows = self._trace.table("tensors", (*_KEYS, *ADDITIVE))
+        rows = self._trace.table("tensors", (*PLACED, *ADDITIVE))
         if self._roles:
             rows = rows[rows["role"].isin(list(self._roles))]
         sums = totals(rows, _KEYS)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
+from mxprobe.attribution.identity import PLACED
 from mxprobe.attribution.ratios import ADDITIVE, output_ratios, realised_ratios, tensor_ratios, totals
 from mxprobe.attribution.trends import Change, Level, level, level_change, mann_kendall, paired_change
 from mxprobe.metrics import METRICS
@@ -31,7 +32,7 @@ Array = npt.NDArray[np.float64]
 NEGLIGIBLE = 1e-6
 """A relative squared error below it is arithmetic, not quantization; it counts as none."""
 _OPERAND = {"nmse": "nmse", "output_error": "out_error", "zero_frac": "zero_frac"}
-_OPERAND_COLUMNS = ("step", "module", "role", "phase", *ADDITIVE)
+_OPERAND_COLUMNS = (*PLACED, *ADDITIVE)
 METRICS_SHOWN = (
     *("reward_mean", "entropy", "kl_ref", "mismatch_logp_abs_mean", "mismatch_logp_abs_max", "grad_norm"),
     *("length_mean", "truncated", "dead_groups", "clip_ratio", "reward_std", "loss"),

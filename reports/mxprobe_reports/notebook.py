@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from mxprobe.attribution.identity import PLACED
 from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, output_ratios, totals
 from mxprobe.schema import Role
 from mxprobe.trace import Trace
@@ -55,7 +56,7 @@ def _signals(trace: Trace) -> Any:
 def _output_error(trace: Trace) -> Any:
     from plotly.graph_objects import Figure, Heatmap
 
-    rows = trace.table("tensors", ("module", "role", *ADDITIVE))
+    rows = trace.table("tensors", (*PLACED, *ADDITIVE))
     if rows.empty:
         return None
     # In the order of the model, not of the alphabet.

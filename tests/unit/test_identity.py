@@ -12,6 +12,7 @@ from mxprobe.agent.adapters.placement import Placement, Shard
 from mxprobe.agent.roots import named_modules
 from mxprobe.attribution.identity import distinct
 from mxprobe.attribution.ratios import sums_of, totals
+from mxprobe.checks.measures import OperandMeasures
 from mxprobe.schema import Role
 from mxprobe.trace import Trace, TraceWriter, open_trace
 from mxprobe.trace.identity import conflicting
@@ -199,6 +200,13 @@ def test_phases_and_corrections_have_lowest_ranks_of_their_own(tmp_path: Path):
         "of:1.0": 4,
         "had:32": 4,
     }
+
+
+def test_limits_count_copies_once(tmp_path: Path):
+    rows = [row(rank, "x_fwd", f"tokens=r{rank // 2 * 2}") for rank in range(3)]
+    rows = [{**each, "sum_e2": 0.4 if each["rank"] == 2 else 0.1} for each in rows]
+    trace = recorded(tmp_path, "tensors", rows)
+    assert [each.value for each in OperandMeasures(trace, ()).of("max_nmse")] == [pytest.approx(0.25)]
 
 
 def recorded(directory: Path, table: str, rows: list[dict[str, object]]) -> Trace:
