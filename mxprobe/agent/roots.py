@@ -33,6 +33,8 @@ class RootWatch:
         """Called with each outermost module as its forward begins, in the thread that runs it."""
         self.with_grad: dict[int, nn.Module] = {}
         self.without_grad: dict[int, nn.Module] = {}
+        self.began_inside = False
+        """A forward pass ended that had begun before: what it entered since looks like roots and is none."""
         self._local = threading.local()
         _silence()
         self._handles: list[Any] = [
@@ -58,12 +60,15 @@ class RootWatch:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self._local.depth = max(getattr(self._local, "depth", 0) - 1, 0)
+        depth = getattr(self._local, "depth", 0)
+        self.began_inside |= depth == 0
+        self._local.depth = max(depth - 1, 0)
 
     def forget(self) -> None:
         """Start over, at a step boundary: what was seen so far may have begun in the middle of a forward."""
         self.with_grad = {}
         self.without_grad = {}
+        self.began_inside = False
 
     def close(self) -> None:
         for handle in self._handles:

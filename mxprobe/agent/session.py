@@ -248,8 +248,9 @@ class Session:
         roots, complete = trained_roots(list(self._watch.with_grad.values()), optimizer)
         if not roots:
             return
-        if not complete and not self._looked_twice:
-            self._looked_twice = True
+        in_doubt = not complete or len(roots) > 1 or self._watch.began_inside
+        if in_doubt and not self._looked_twice:
+            self._looked_twice = True  # a module without a hook, entered before the watch, leaves without a word
             self._watch.forget()
             return
         with self._lock:
