@@ -25,7 +25,7 @@ from mxprobe_kernels.formats import get_format
 from .lines import evenly
 from .weights import Weight
 
-SLAB_ELEMENTS = 1 << 22
+SLAB_ELEMENTS = 1 << 23
 MAX_SAMPLED_EXPERTS = 8
 MIN_SAMPLED_LINES = 8
 
