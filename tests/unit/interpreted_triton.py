@@ -150,6 +150,7 @@ def test_whatifs_are_those_of_torch(correction: str):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy's, interpreting
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_whatifs_are_those_of_torch_on_hard_tensors(correction: str):
     for i, x in enumerate(list(TENSORS.values())[CORRECTIONS.index(correction) % 3 :: 3]):

@@ -151,8 +151,9 @@ def test_experts_in_one_launch_do_not_spill_either(target: str):
 
 
 def _stack(format: str) -> int:
-    """Bytes and instructions of stack that are let pass: trying two scales divides in a subroutine of ptxas's."""
-    return 16 if "4over6" in format else 0
+    """Bytes and instructions of stack that are let pass: trying two scales divides in a subroutine of ptxas's, and a
+    scale of the tensor leaves a double too few registers (22 on sm_90, 60 on sm_120)."""
+    return 64 if format == "nvfp4" else 16 if "4over6" in format else 0
 
 
 def _exact(target: str, format: str) -> Code:
