@@ -9,13 +9,13 @@ S = sequences of the generation, P = prompt tokens taken of each, k = numbers of
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from mxprobe.agent.forward_hooks import ForwardHooks, Guarded
 from mxprobe.agent.generation import Generation
 from mxprobe.agent.guard import undisturbed
 from mxprobe.agent.inventory import has_fused_path, is_compiled, not_to_be_hooked
@@ -28,10 +28,6 @@ PROMPT_TOKENS = 8
 MAX_BLOCKS = 512
 
 
-Hook = Callable[[nn.Module, Any, Any], None]
-Guarded = Callable[[Callable[[Any, Any], None]], Hook]
-
-
 class _Side(NamedTuple):
     """Of one block: sketches [S, P, k], and which of the tokens are there, bool [S, P]."""
 
@@ -40,14 +36,13 @@ class _Side(NamedTuple):
     eps: float
 
 
-class StreamTap:
+class StreamTap(ForwardHooks):
     """Told by its owner what the forward under way is; its hooks sketch. All in the training thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.enabled = False
         self._depth: dict[str, int] = {}
-        self._hooks: list[tuple[weakref.ref[nn.Module], Hook]] = []
-        self._handles: list[Any] = []
         self.forget()
 
     def forget(self) -> None:
@@ -65,19 +60,7 @@ class StreamTap:
                 if not (id(block) in barred or is_compiled(block) or has_fused_path(block)):
                     self._depth.setdefault(name, len(self._depth))
                     hook = guarded(lambda x, out, name=name: self._on_block(name, out))
-                    self._hooks.append((weakref.ref(block), hook))
-
-    def arm(self) -> None:
-        """Hooks in, for the step that begins."""
-        self.remove()
-        blocks = [(reference(), hook) for reference, hook in self._hooks]
-        self._handles = [block.register_forward_hook(hook) for block, hook in blocks if block is not None]
-
-    def remove(self) -> None:
-        """Hooks out."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+                    self.add(block, hook)
 
     def prefill(self, generation: Generation | None) -> None:
         """A forward without gradient begins: the prefill of this generation, or of none."""

@@ -9,13 +9,13 @@ S = sequences of the generation, n = measured positions, k = experts per token.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from mxprobe.agent.forward_hooks import ForwardHooks, Guarded
 from mxprobe.agent.generation import Generation, is_measured, measured_positions
 from mxprobe.agent.guard import undisturbed
 from mxprobe.agent.inventory import not_to_be_hooked
@@ -24,8 +24,6 @@ from mxprobe.agent.moe.adapters import chosen_of
 from mxprobe.agent.moe.structure import is_router
 from mxprobe.agent.roots import named_modules
 
-Hook = Callable[[nn.Module, Any, Any], None]
-Guarded = Callable[[Callable[[Any, Any], None]], Hook]
 Row = dict[str, Any]
 MAX_MICRO_BATCHES = 16
 
@@ -60,12 +58,11 @@ class Flips(NamedTuple):
         return rows
 
 
-class RoutingTap:
+class RoutingTap(ForwardHooks):
     """`watch` at attach, `arm` before a probed step; told of every forward; all in the training thread."""
 
     def __init__(self) -> None:
-        self._hooks: list[tuple[weakref.ref[nn.Module], Hook]] = []
-        self._handles: list[Any] = []
+        super().__init__()
         self.forget()
 
     def forget(self) -> None:
@@ -81,19 +78,7 @@ class RoutingTap:
         for name, module in named_modules(list(roots)):
             if is_router(module) and id(module) not in barred:
                 hook = guarded(lambda x, out, name=name: self._on_router(name, out))
-                self._hooks.append((weakref.ref(module), hook))
-
-    def arm(self) -> None:
-        """Hooks in, for the step that begins."""
-        self.remove()
-        routers = [(reference(), hook) for reference, hook in self._hooks]
-        self._handles = [router.register_forward_hook(hook) for router, hook in routers if router is not None]
-
-    def remove(self) -> None:
-        """Hooks out."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+                self.add(module, hook)
 
     def prefill(self, generation: Generation | None) -> None:
         """A forward without gradient begins: the prefill of this generation, or of none."""
