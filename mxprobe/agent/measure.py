@@ -141,13 +141,7 @@ def _snapshot_rows(
     waiting: dict[int, list[tuple[Row, Measured]]],
 ) -> Iterator[TableRow]:
     """`waiting` holds, by length, operands whose corrections are scored together; what stays in it is the caller's."""
-    when: Row = {
-        "step": step_base + snapshot.step,
-        "micro_step": snapshot.micro_step,
-        "time_ns": snapshot.time_ns,
-        "module": snapshot.module,
-        "phase": snapshot.phase,
-    }
+    when = snapshot.key(step_base)
     yield from _output_rows(when, snapshot, recipes, history, step_base)
     yield from _routing_rows(when, snapshot, config)
     noise = history.noise.of_linear(snapshot.module, snapshot.phase, history.change(snapshot))

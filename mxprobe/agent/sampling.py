@@ -17,6 +17,11 @@ def seed_of(step: int, module: str) -> int:
     return (zlib.crc32(module.encode()) << 20) ^ step
 
 
+def spread(n: int, total: int, device: torch.device | None = None) -> torch.Tensor:
+    """int64 [n] of range(total), evenly spaced, ascending; made on the device, since sending it there would wait."""
+    return torch.arange(n, device=device) * total // max(n, 1)
+
+
 def sample_tiles(n: int, limit: int, *, seed: int, device: torch.device) -> torch.Tensor | None:
     """Sorted indices (int64, on `device`) of whole, aligned 32-element tiles of range(n); None for all of them.
 

@@ -25,8 +25,8 @@ MAX_ELEMENTS = 1 << 24
 
 
 @dataclass
-class Snapshot:
-    """One module, one phase, one probed step. `gradient` arrives with the backward pass."""
+class Moment:
+    """What is measured, and when."""
 
     module: str
     phase: str
@@ -34,6 +34,22 @@ class Snapshot:
     """Steps since attach, counting the one being computed: 1 for the first."""
     micro_step: int
     time_ns: int
+
+    def key(self, step_base: int) -> dict[str, Any]:
+        """Columns that every row of it has; `step_base`: steps that the run had taken before attach."""
+        return {
+            "step": step_base + self.step,
+            "micro_step": self.micro_step,
+            "time_ns": self.time_ns,
+            "module": self.module,
+            "phase": self.phase,
+        }
+
+
+@dataclass
+class Snapshot(Moment):
+    """One module, one phase, one probed step. `gradient` arrives with the backward pass."""
+
     n_rows: int
     """Rows there were; the first dimension of `x` says how many were copied."""
     row_index: torch.Tensor | None

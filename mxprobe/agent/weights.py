@@ -11,7 +11,7 @@ from torch import nn
 from mxprobe.agent.adapters.linear import effective_weight as effective_weight
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.guard import is_plain
-from mxprobe.agent.sampling import sample_tiles, take
+from mxprobe.agent.sampling import sample_tiles, spread, take
 
 CPU_MAX_FEATURES = 128
 """Features measured where a CPU does it: the products of the errors are nearly all that measuring costs there."""
@@ -104,4 +104,4 @@ def watched_features(weight: torch.Tensor) -> torch.Tensor:
     out_features, in_features = weight.shape
     feature_bytes = max(in_features * weight.element_size(), 1)
     n = min(max(WATCHED_BYTES // feature_bytes, MIN_WATCHED), out_features)
-    return torch.arange(n, device=weight.device) * out_features // max(n, 1)
+    return spread(n, out_features, weight.device)

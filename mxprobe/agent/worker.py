@@ -19,6 +19,7 @@ from mxprobe.agent.moe.snapshot import ExpertsSnapshot
 from mxprobe.agent.noise import NormWeights
 from mxprobe.agent.recipes import Recipe
 from mxprobe.agent.recorder import Recorder
+from mxprobe.agent.sampling import spread
 from mxprobe.agent.snapshot import Snapshot
 from mxprobe.agent.updates import update_row
 from mxprobe.protocol import AgentConfig
@@ -197,7 +198,7 @@ class Worker:
         """For engines elsewhere; a process that generates is asked by its outputs, see `WeightHistory`."""
         if not out_features or self._generates or self._stopping:
             return
-        index = torch.arange(len(version.weight)) * out_features // max(len(version.weight), 1)
+        index = spread(len(version.weight), out_features)
         step = self.step_base + version.step
         for row in trainer_rows(name, version.weight, index, out_features, step=step):
             self._recorder.add(forms.TABLE, row)

@@ -40,6 +40,9 @@ class _MegatronAdapter(Adapter):
     def weight(self, module: nn.Module, part: str) -> Any:
         return held(module, "weight")
 
+    def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
+        return None if held(module, "skip_bias_add") else held(module, "bias")
+
     def shard(self, module: nn.Module) -> tuple[Shard, str]:
         """(place among the tensor-parallel ranks, token group)."""
         return shard_of(held(module, "tp_group"))
@@ -59,9 +62,6 @@ class ColumnParallelAdapter(_MegatronAdapter):
 
     def shape(self, module: nn.Module, part: str) -> tuple[int, int]:
         return held(module, "output_size_per_partition"), held(module, "input_size")
-
-    def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
-        return None if held(module, "skip_bias_add") else held(module, "bias")
 
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
@@ -105,9 +105,6 @@ class RowParallelAdapter(_MegatronAdapter):
 
     def shape(self, module: nn.Module, part: str) -> tuple[int, int]:
         return held(module, "output_size"), held(module, "input_size_per_partition")
-
-    def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
-        return None if held(module, "skip_bias_add") else held(module, "bias")
 
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any

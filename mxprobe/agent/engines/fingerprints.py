@@ -21,6 +21,7 @@ import torch
 from mxprobe.agent.engines.forms import AS_HELD, BF16, NOT_COMPARABLE, ROLLOUT, ROUNDED, TRAIN, TRANSPOSED
 from mxprobe.agent.engines.layouts import HeldWeight
 from mxprobe.agent.recipes import quantize
+from mxprobe.agent.sampling import spread
 
 HASHED_BYTES = 1 << 14
 MIN_FEATURES = 8
@@ -31,7 +32,7 @@ Row = dict[str, Any]
 def features_of(out_features: int, in_features: int, device: torch.device | None = None) -> torch.Tensor:
     """int64 [F], made on the device (the CPU if None): to send it there would wait for all that the device is at."""
     n = min(max(HASHED_BYTES // max(4 * in_features, 1), MIN_FEATURES), out_features)
-    return torch.arange(n, device=device) * out_features // max(n, 1)
+    return spread(n, out_features, device)
 
 
 def row_hashes(values: torch.Tensor) -> list[int]:

@@ -36,13 +36,7 @@ def measure_experts(
     snapshot: ExpertsSnapshot, config: AgentConfig, *, step_base: int, state: OutputState
 ) -> Iterator[TableRow]:
     """Rows of one snapshot. `state` remembers what was told of the experts' outputs."""
-    when: Row = {
-        "step": step_base + snapshot.step,
-        "micro_step": snapshot.micro_step,
-        "time_ns": snapshot.time_ns,
-        "module": snapshot.module,
-        "phase": snapshot.phase,
-    }
+    when = snapshot.key(step_base)
     held = stack(snapshot)
     if held is not None:
         yield from output_rows(when, held, state)

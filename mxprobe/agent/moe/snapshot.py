@@ -15,7 +15,7 @@ import torch
 
 from mxprobe.agent.moe.gemms import Gemm
 from mxprobe.agent.sampling import TILE, sample_tiles, take
-from mxprobe.agent.snapshot import event_now
+from mxprobe.agent.snapshot import Moment, event_now
 
 CPU_ROWS, DEVICE_ROWS = 256, 1 << 14
 """Rows copied of one GEMM, over all experts."""
@@ -97,15 +97,12 @@ class Piece:
 
 
 @dataclass
-class ExpertsSnapshot:
-    """One parameter, one phase, one probed step; the gradients arrive with the backward pass."""
+class ExpertsSnapshot(Moment):
+    """One parameter, one phase, one probed step; the gradients arrive with the backward pass.
 
-    module: str
-    """The module's name and the parameter's."""
-    phase: str
-    step: int
-    micro_step: int
-    time_ns: int
+    `module`: the module's name and the parameter's.
+    """
+
     with_operands: bool = False
     with_weights: bool = False
     layout: Layout | None = None

@@ -13,6 +13,7 @@ from mxprobe.agent.codes import Copies, Version
 from mxprobe.agent.guard import is_plain, undisturbed
 from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.moe.structure import expert_parameters
+from mxprobe.agent.sampling import spread
 from mxprobe.agent.snapshot import event_now
 from mxprobe.agent.weights import WATCHED_BYTES
 
@@ -42,5 +43,5 @@ def watched_features(weight: torch.Tensor) -> torch.Tensor:
     total = n_experts * out_features
     fitting = WATCHED_TIMES * WATCHED_BYTES // max(in_features * weight.element_size(), 1)
     n = min(max(fitting, n_experts), total)
-    index = torch.arange(n, device=weight.device) * total // max(n, 1)
+    index = spread(n, total, weight.device)
     return weight.detach()[index // out_features, index % out_features]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.agent.sampling import take
+from mxprobe.agent.sampling import spread, take
 from mxprobe.schema import Role
 
 MAX_GRADIENT_ELEMENTS = 1 << 26
@@ -63,7 +63,7 @@ class WeightGradients:
         """[O_s] evenly spaced output features; None for all."""
         if out_features <= self._n_features:
             return None
-        return torch.arange(self._n_features, device=device) * out_features // self._n_features
+        return spread(self._n_features, out_features, device)
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         before = self.of.get(name)
