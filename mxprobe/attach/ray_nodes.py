@@ -84,7 +84,7 @@ class _Nodes:
     """The recorders on the nodes, and what has come of them."""
 
     def __init__(self, ray: Any, spec: Mapping[str, Any], gathering: Gathering) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # pyright: ignore[reportMissingImports]
 
         self._ray = ray
         self._gathering = gathering

@@ -24,8 +24,8 @@ def partials_on_ray(directory: Path, aggregation: Aggregation) -> Iterator[Any]:
         UsageError: ray is not installed.
     """
     try:
-        import ray
-        import ray.data
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UsageError("the engine ray is not installed", remedy="pip install 'mxprobe[ray]'") from None
     if not ray.is_initialized():
