@@ -11,8 +11,8 @@ takes as a further input. X [..., K], W [O, K], G [..., O], R rows; O_s: sampled
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F

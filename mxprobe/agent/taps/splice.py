@@ -11,8 +11,9 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Callable
+from typing import Any
 
 from mxprobe.agent.taps.table import Tap
 
