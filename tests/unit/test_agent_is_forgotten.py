@@ -1,6 +1,6 @@
 """What was attached and taken off leaves no class of ours alive.
 
-`typing` keeps what it was asked for in caches of 128 entries: `typing.Callable[[Role], None]`, evaluated once per attach,
+`typing` keeps what it was asked for in caches of 128 entries: `typing.Callable[[Role], None]`, evaluated per attach,
 held the modules of that attach for some forty further ones. `collections.abc.Callable` keeps nothing.
 """
 
