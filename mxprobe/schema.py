@@ -398,6 +398,11 @@ TABLES: dict[str, Columns] = {
         ("n_nonfinite", "int64"),  # tokens left out because a side has no finite log-probability for them
         ("sum_entropy_rollout", "float64"),  # null where a batch does not hold it
         ("sum_entropy_train", "float64"),
+        # u = log p_rollout + entropy of the rollout at that token: 0 on average where tokens are plain draws; null
+        # where a batch holds no entropies. Effective temperature: 1 - sum_u_d / sum_u2
+        ("sum_u", "float64"),
+        ("sum_u2", "float64"),
+        ("sum_u_d", "float64"),
     ),
     "signals": (
         ("step", "int64"),

@@ -4,6 +4,9 @@
 
     k1 = mean d    k2 = mean d^2 / 2    k3 = mean (w - 1 + d)    |d|    |dp|    ESS = (sum w)^2 / (n sum w^2)
 
+u = log p_rollout(token) + H_rollout is 0 on average where the token is a plain draw; the rollout's temperature
+relative to the trainer's is 1 - sum u d / sum u^2: `mxprobe.attribution.temperature`.
+
 False clipping: PPO takes the gradient of a token away where w > 1 + eps at an advantage > 0, or w < 1 - eps at one
 < 0. Where w is taken between rollout and trainer, before any update, that is the mismatch's doing alone.
 """
@@ -104,6 +107,7 @@ def _sums(pairs: Pairs) -> Row:
     false_clip: int | None = None
     if pairs.advantage is not None and bool(pairs.advantage.isfinite().all()):
         false_clip = int(((above & (pairs.advantage > 0)) | (below & (pairs.advantage < 0))).sum())
+    u = None if pairs.entropy_rollout is None else pairs.log_prob_rollout + pairs.entropy_rollout
     return {
         "n_tokens": len(d),
         "sum_d": float(d.sum()),
@@ -119,6 +123,9 @@ def _sums(pairs: Pairs) -> Row:
         "n_false_clip": false_clip,
         "sum_entropy_rollout": None if pairs.entropy_rollout is None else float(pairs.entropy_rollout.sum()),
         "sum_entropy_train": None if pairs.entropy_train is None else float(pairs.entropy_train.sum()),
+        "sum_u": None if u is None else float(u.sum()),
+        "sum_u2": None if u is None else float(u.square().sum()),
+        "sum_u_d": None if u is None else float((u * d).sum()),
     }
 
 

@@ -19,6 +19,7 @@ from .noise import weight_changes
 from .recommendation import Certainty, Coverage, Evidence
 from .rollouts import behind_words
 from .symptom import far_modules, share_of_far
+from .temperature import effective_temperature
 from .thresholds import Thresholds
 from .trends import ALPHA, find_step, mann_kendall
 from .words import COMPONENT_WORDS, listed, number, percent, place
@@ -49,6 +50,7 @@ def collect(
         ),
         *_quantized(measured, thresholds),
         *_log_probs(measured, thresholds),
+        *_temperature(trace),
         *_mismatch(decision, thresholds),
         *_weight_lag(measured),
         *_noise(trace.events()),
@@ -138,6 +140,24 @@ def _log_probs(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
             f"the mismatch of the last quarter of the probed steps is {drift:.2g} times that of the first, mean |d|",
             drift,
         )
+
+
+def _temperature(trace: Trace) -> Iterator[Evidence]:
+    rows = trace.rollouts()
+    if rows.empty:
+        return
+    found = effective_temperature(rows)
+    if found.withheld:
+        yield Evidence("effective_temperature", Certainty.MEASURED, f"effective temperature withheld: {found.withheld}")
+        return
+    interval = f"[{found.low:.3f}, {found.high:.3f}]" if math.isfinite(found.low) else "no interval from one step"
+    yield Evidence(
+        "effective_temperature",
+        Certainty.MEASURED,
+        f"the rollout samples like the trainer's policy at {found.value:.3f} times its temperature ({interval}, "
+        f"{found.n_steps} steps, {found.n_tokens} tokens; above 1: flatter)",
+        found.value,
+    )
 
 
 def _weight_lag(measured: Measured) -> Iterator[Evidence]:
