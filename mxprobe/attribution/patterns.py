@@ -1,6 +1,6 @@
 r"""Lists of modules in the pattern language of a framework, that match exactly these modules and no other.
 
-    verl (FSDP)        `re:` and a regular expression, matched from the start of the name    re:^model\.layers\.3\.up$
+    verl (FSDP), alto  `re:` and a regular expression, matched from the start of the name    re:^model\.layers\.3\.up$
     megatron, nemo-rl  fnmatch over the whole name                                            model.layers.3.up
     others             regular expressions for the whole name, for a `filter_fn` in Python
 
@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-FNMATCH = ("megatron", "nemo-rl")
-REGEX_PREFIXED = ("verl",)
+from .knobs import SAME_AS
+
+FNMATCH = ("megatron", "nemo-rl", *SAME_AS)
+REGEX_PREFIXED = ("verl", "alto")
 _PREFIX = "re:"
 
 

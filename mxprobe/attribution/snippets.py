@@ -13,11 +13,12 @@ from mxprobe.errors import UsageError
 from mxprobe.schema import Role
 from mxprobe_kernels.formats import Correction, CorrectionKind, Rule
 
+from .knobs import SAME_AS, WHERE_TO_CALL, knob_for
 from .recommendation import OperandGroup, Snippet
 from .words import correction_words, listed, place, sentence
 
-TORCH_FRAMEWORKS = ("trl", "transformers", "torch")
-FRAMEWORKS = (*TORCH_FRAMEWORKS, "verl", "nemo-rl", "megatron")
+TORCH_FRAMEWORKS = ("trl", "transformers", "torch", "torchao")
+FRAMEWORKS = (*TORCH_FRAMEWORKS, "verl", "nemo-rl", "openrlhf", "alto", "megatron", *SAME_AS)
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,15 @@ def snippet_for(correction: str, where: Sequence[OperandGroup], framework: str, 
         raise UsageError(f"no snippets for framework {framework!r}", remedy=f"use one of: {', '.join(FRAMEWORKS)}")
     parsed = Correction.parse(correction)
     kinds = sorted({group.module_kind for group in where})
-    if framework not in TORCH_FRAMEWORKS:
-        knob = _KNOBS.get((framework, parsed.kind))
-        if knob is not None:
-            language, text = knob
-            return Snippet(framework, language, _fill(text, {"patterns": _patterns(framework, kinds)}))
+    knob = knob_for(framework, parsed, kinds)
+    if knob is not None:
+        language, text, patterns = knob
+        return Snippet(framework, language, _fill(text, {"patterns": patterns}))
     title = _comment(f"{sentence(correction_words(correction))} on {place(where)}.")
     note = (
-        "" if framework in TORCH_FRAMEWORKS else f"# {framework} has no option for this; the same in plain PyTorch.\n"
+        ""
+        if framework in TORCH_FRAMEWORKS
+        else f"# {framework} has no option for this; the same in plain PyTorch.\n{WHERE_TO_CALL.get(framework, '')}"
     )
     if parsed.kind in _TORCHAO:
         config = _torchao_config(parsed)
@@ -72,7 +74,7 @@ def has_option(correction: str, framework: str) -> bool:
         if parsed.kind is CorrectionKind.KEEP_HIGH_PRECISION:
             return True
         return parsed.kind in _TORCHAO and parsed.parameter is not Rule.FLOOR_DIV
-    return (framework, parsed.kind) in _KNOBS
+    return knob_for(framework, parsed, ()) is not None
 
 
 def _comment(text: str) -> str:
@@ -89,12 +91,6 @@ def _sides(where: Sequence[OperandGroup]) -> dict[str, str]:
     for group in where:
         sides[group.module_kind] = sides.get(group.module_kind, "") + letters.get(group.role, "")
     return sides
-
-
-def _patterns(framework: str, kinds: Sequence[str]) -> str:
-    if framework == "verl":
-        return ", ".join(f'"re:.*{kind}$"' for kind in kinds)
-    return ", ".join(f'"*{kind}*"' for kind in kinds)
 
 
 _TORCHAO = (CorrectionKind.RULE, CorrectionKind.NVFP4, CorrectionKind.MXFP8)
@@ -248,61 +244,3 @@ def corrected(x):
 
     return apply_correction(x, "$parameter").to(x.dtype)
 '''
-
-_KNOBS: dict[tuple[str, CorrectionKind], tuple[str, str]] = {
-    ("verl", CorrectionKind.NVFP4): (
-        "yaml",
-        """
-# verl (FSDP): NVFP4 weights in place of MXFP4; activations stay in BF16 (its w4a4 is marked experimental).
-actor_rollout_ref:
-  actor: {fsdp_config: {qat: {enable: true, mode: w4a16, group_size: 16, ignore_patterns: [lm_head]}}}
-""",
-    ),
-    ("verl", CorrectionKind.KEEP_HIGH_PRECISION): (
-        "yaml",
-        """
-# verl (FSDP): leave these modules out of quantization; regular expressions (Megatron takes fnmatch instead).
-actor_rollout_ref:
-  actor: {fsdp_config: {qat: {enable: true, ignore_patterns: [lm_head, $patterns]}}}
-""",
-    ),
-    ("nemo-rl", CorrectionKind.NVFP4): (
-        "yaml",
-        """
-# NeMo-RL: NVFP4 (ModelOpt) in trainer and rollout.
-policy:
-  quant_cfg: examples/modelopt/quant_configs/nvfp4_a16.yaml
-  generation: {quant_cfg: examples/modelopt/quant_configs/nvfp4_a16.yaml, real_quant: true}
-""",
-    ),
-    ("nemo-rl", CorrectionKind.KEEP_HIGH_PRECISION): (
-        "yaml",
-        """
-# NeMo-RL: leave these modules out of quantization in the rollout.
-policy:
-  generation: {real_quant_ignore: [lm_head, $patterns]}
-""",
-    ),
-    ("megatron", CorrectionKind.NVFP4): (
-        "bash",
-        """
-# Megatron with TransformerEngine (slime, miles): NVFP4 in place of MXFP4.
---fp4-format e2m1 --fp4-recipe nvfp4
-""",
-    ),
-    ("megatron", CorrectionKind.MXFP8): (
-        "bash",
-        """
-# Megatron with TransformerEngine (slime, miles): MXFP8 in place of MXFP4.
---fp8-format e4m3 --fp8-recipe mxfp8
-""",
-    ),
-    ("megatron", CorrectionKind.NVFP4_4OVER6): (
-        "bash",
-        """
-# Megatron with TransformerEngine (slime, miles): NVFP4 with Four-over-Six by squared error, here and in the rollout.
-export NVTE_NVFP4_4OVER6=all NVTE_NVFP4_4OVER6_ERR_MODE=MSE FLASHINFER_NVFP4_4OVER6=1
---fp4-format e2m1 --fp4-recipe nvfp4
-""",
-    ),
-}

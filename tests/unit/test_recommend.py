@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from io import StringIO
 from pathlib import Path
 
@@ -194,17 +195,23 @@ class Net(torch.nn.Module):
         return self.o_proj(self.q_proj(x))
 
 
-def enabled(correction: str, emulated: Emulated, where: tuple[OperandGroup, ...]) -> tuple[Net, dict]:
+def enabled(
+    correction: str, emulated: Emulated, where: tuple[OperandGroup, ...], framework: str = "torch"
+) -> tuple[Net, dict]:
     torch.manual_seed(0)
     net, names = Net(), {}
-    exec(snippet_for(correction, where, "torch", emulated).text, names)
+    exec(snippet_for(correction, where, framework, emulated).text, names)
     names["enable"](net)
     return net, names
 
 
-@pytest.mark.parametrize("correction", ["of:0.5", "of:1.0", "mbs:32", "mbs:128"])
-def test_the_snippet_computes_the_correction_bit_for_bit(correction: str) -> None:
-    net, names = enabled(correction, Emulated(), (group("q_proj"),))
+@pytest.mark.parametrize(
+    ("correction", "framework"),
+    [(name, "torch") for name in ("of:0.5", "of:1.0", "mbs:32", "mbs:128")]
+    + [("of:0.5", "openrlhf"), ("mbs:128", "openrlhf"), ("of:0.5", "alto"), ("mbs:32", "alto"), ("of:0.5", "miles")],
+)
+def test_the_snippet_computes_the_correction_bit_for_bit(correction: str, framework: str) -> None:
+    net, names = enabled(correction, Emulated(), (group("q_proj"),), framework)
     x = torch.randn(7, 96) * torch.logspace(-6, 6, 7)[:, None]
     assert torch.equal(names["mxfp4"](x), quantize_dequantize(x)[0].float())
     assert torch.equal(names["corrected"](x), apply_correction(x, correction))
@@ -261,6 +268,55 @@ def test_the_torchao_knob_runs(correction: str) -> None:
     names["enable"](net)
     assert type(net.q_proj).__name__ != "Linear"
     assert type(net.o_proj).__name__ == "Linear"
+
+
+ALTO_KEYS = {
+    # the fields of alto.modifiers.lpt.base.LowPrecisionTrainingModifier, and what it takes for them
+    "scheme": ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"),
+    "two_level_scaling": ("none", "tensorwise", "blockwise"),
+    "clip_mode": ("none", "static", "dynamic"),
+    **dict.fromkeys(("use_2dblock_x", "use_2dblock_w", "use_hadamard", "use_sr_grad", "use_dge"), (True, False)),
+}
+
+
+def alto_recipe(correction: str, *kinds: str) -> dict:
+    text = snippet_for(correction, tuple(group(kind) for kind in kinds), "alto", Emulated()).text
+    stage = pytest.importorskip("yaml").safe_load(text)["training_stage"]["lpt_modifiers"]
+    assert list(stage) == ["LowPrecisionTrainingModifier"]
+    return stage["LowPrecisionTrainingModifier"]
+
+
+@pytest.mark.parametrize(
+    ("correction", "scheme", "scaling"),
+    [("mbs:128", "mxfp4", "blockwise"), ("nvfp4", "nvfp4", "tensorwise"), ("mxfp8", "mxfp8_e4m3", "none")],
+)
+def test_the_keys_for_alto_are_its_own(correction: str, scheme: str, scaling: str) -> None:
+    recipe = alto_recipe(correction, "wq")
+    assert all(value in ALTO_KEYS[name] for name, value in recipe.items())
+    assert (recipe["scheme"], recipe["two_level_scaling"]) == (scheme, scaling)
+    assert has_option(correction, "alto")
+    assert not has_option("mbs:32", "alto")  # its macro blocks have 128 elements
+
+
+def test_the_ignore_list_for_alto_leaves_out_these_modules_and_no_other() -> None:
+    match = pytest.importorskip("compressed_tensors.utils").match_named_modules  # what ALTO asks
+    net = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Net(), Net()]), "output": torch.nn.Linear(2, 2)})
+    left = {name for name, _ in match(net, ["Linear"], alto_recipe("keep_high_precision", "q_proj")["ignore"])}
+    assert left == {"layers.0.o_proj", "layers.1.o_proj"}
+
+
+@pytest.mark.parametrize("framework", ["megatron", "slime", "miles", "transformer-engine"])
+def test_modules_kept_by_transformer_engine_are_matched_by_globs(framework: str) -> None:
+    text = snippet_for("keep_high_precision", (group("linear_qkv"), group("linear_fc1")), framework, Emulated()).text
+    found = pytest.importorskip("yaml").safe_load(text)
+    assert found["configs"]["bf16"]["training_recipe"] == {}
+    patterns = [each["pattern"] for each in found["matchers"].values() if each["config"] == "bf16"]
+    names = (
+        "decoder.layers.3.self_attention.linear_qkv",
+        "decoder.layers.3.mlp.linear_fc1",
+        "decoder.l.mlp.linear_fc2",
+    )
+    assert [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names] == [True, True, False]
 
 
 def test_unknown_framework_lists_the_known_ones() -> None:
