@@ -1,8 +1,9 @@
-"""Stand-ins of an engine's layers and model: names and storage of SGLang 0.5.23 and compressed-tensors 0.20."""
+"""Stand-ins of an engine: names and storage of SGLang 0.5.23, vLLM 0.33.0 and compressed-tensors 0.20."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -87,3 +88,94 @@ class EngineModel(nn.Module):
                 layer.qkv_proj.put(sum(layer.qkv_proj.output_sizes[: offsets[last]]), w)
             else:
                 layer.o_proj.put(0, w)
+
+
+class Backend(Enum):
+    """vllm 0.33.0, vllm/model_executor/layers/fused_moe/oracle/mxfp4.py: some of `Mxfp4MoeBackend`."""
+
+    NONE = "None"
+    FLASHINFER_TRTLLM_MXFP4_BF16 = "FLASHINFER_TRTLLM_MXFP4_BF16"
+    FLASHINFER_CUTLASS_MXFP4_MXFP8 = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
+    CUTLASS_MXFP4_MXFP4 = "CUTLASS_MXFP4_MXFP4"
+    EMULATION = "EMULATION"
+    MARLIN = "MARLIN"
+
+
+def tiled_scales(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, C] -> [N to 128, C to 4], tiles of 128 x 4: vllm 0.33.0, layers/quantization/utils/nvfp4_utils.py."""
+    n, c = scale.shape
+    padded = F.pad(scale, (0, -c % 4, 0, -n % 128))
+    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(padded.shape)
+
+
+_ROW_OF = [(i % 4) * 8 + i // 4 for i in range(32)]
+"""flashinfer 0.7.4, flashinfer/utils.py: where each of 32 rows goes, 0, 8, 16, 24, 1, 9, ..."""
+
+
+def shuffled_rows(n: int) -> torch.Tensor:
+    """int64 [n]: the old row that each new row is, for an epilogue tile of 128."""
+    old = torch.arange(n)
+    new = old // 32 * 32 + torch.tensor(_ROW_OF)[old % 32]
+    return torch.empty_like(old).scatter_(0, new, old)
+
+
+@pretend("vllm.model_executor.layers.quantization.mxfp4")
+class Mxfp4MoEMethod:
+    """vllm 0.33.0: gate over up as loaded, then what the kernel wants."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.mxfp4_backend = backend
+
+    def loaded(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.cat([gate, up])
+
+    def parts(self, w13: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up of what was loaded, [E, 2 F, ...]."""
+        gate, up = w13.chunk(2, dim=1)
+        return gate, up
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        tensors = {name: getattr(layer, name).data for name in ("w13_weight", "w13_weight_scale")}
+        for name, w13 in tensors.items():
+            gate, up = self.parts(w13)
+            if "TRTLLM" in self.mxfp4_backend.value:
+                w13 = torch.stack([up, gate], 2).reshape(w13.shape)
+            elif "FLASHINFER" in self.mxfp4_backend.value:
+                w13 = torch.cat([up, gate], 1)
+            setattr(layer, name, nn.Parameter(self.arranged(w13, name.endswith("scale")), False))
+        for name in ("w2_weight", "w2_weight_scale"):
+            w2 = getattr(layer, name).data
+            setattr(layer, name, nn.Parameter(self.arranged(w2, name.endswith("scale")), False))
+
+    def arranged(self, w: torch.Tensor, is_scale: bool) -> torch.Tensor:
+        if "TRTLLM" in self.mxfp4_backend.value:
+            w = w[:, shuffled_rows(w.shape[1])]
+        if is_scale and self.mxfp4_backend not in (Backend.EMULATION, Backend.NONE):
+            w = torch.stack([tiled_scales(each) for each in w])
+        return w
+
+
+@pretend("vllm.model_executor.layers.quantization.mxfp4")
+class GptOssMxfp4MoEMethod(Mxfp4MoEMethod):
+    """vllm 0.33.0: rows of gate and up alternate as loaded."""
+
+    def loaded(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.stack([gate, up], 1).flatten(0, 1)
+
+    def parts(self, w13: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return w13[:, ::2], w13[:, 1::2]
+
+
+class RoutedExperts(nn.Module):
+    """vllm 0.33.0, vllm/model_executor/layers/fused_moe/routed_experts.py: packed experts and their `quant_method`."""
+
+    def __init__(self, experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], method: Any) -> None:
+        """(gate, up [F, H], down [H, F]) of each expert."""
+        super().__init__()
+        self.quant_method = method
+        w13 = [pack_mxfp4(method.loaded(gate, up)) for gate, up, _ in experts]
+        w2 = [pack_mxfp4(down) for _, _, down in experts]
+        for name, packed in (("w13_weight", w13), ("w2_weight", w2)):
+            for suffix, each in (("", 0), ("_scale", 1)):
+                setattr(self, name + suffix, nn.Parameter(torch.stack([p[each] for p in packed]), False))

@@ -23,7 +23,17 @@ from mxprobe.audit import audit
 from mxprobe.audit.held import HeldVersion, held_versions
 from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter, open_trace
-from tests.standin_engine import EngineModel, LinearBase, pack_mxfp4
+from tests.standin_engine import (
+    Backend,
+    EngineModel,
+    GptOssMxfp4MoEMethod,
+    LinearBase,
+    Mxfp4MoEMethod,
+    RoutedExperts,
+    pack_mxfp4,
+    tiled_scales,
+)
+from tests.standin_modules import pretend
 
 SIZE, LAYERS = 64, 2
 PARTS = {"q_proj": SIZE, "k_proj": SIZE // 2, "v_proj": SIZE // 2, "o_proj": SIZE}
@@ -210,6 +220,107 @@ def test_experts_stacked_as_w13_and_w2_are_taken_apart():
     assert set(found) == {f"experts.{e}.{p}" for e in range(2) for p in ("gate_proj", "up_proj", "down_proj")}
     up = found["experts.1.up_proj"]
     assert torch.equal(up.rows(torch.arange(16)), model.experts.w13_weight[1, 16:])
+
+
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def packed_experts(method: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Two experts under `method`, processed for its kernel, and the values of each weight by the trainer's name."""
+    generator = torch.Generator().manual_seed(3)
+    experts = [tuple(torch.randn(128, 128, generator=generator) for _ in EXPERT_PARTS) for _ in range(2)]
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.routed_experts = RoutedExperts(experts, method)  # type: ignore[arg-type]
+    method.process_weights_after_loading(model.experts.routed_experts)
+    rounded = {
+        f"experts.{e}.{part}": quantize(w, "mxfp4+rceil").float()
+        for e, expert in enumerate(experts)
+        for part, w in zip(EXPERT_PARTS, expert, strict=True)
+    }
+    return model, rounded
+
+
+DECODED = [each for each in Backend if each is not Backend.MARLIN]
+
+
+@pytest.mark.parametrize("backend", DECODED, ids=[each.name for each in DECODED])
+@pytest.mark.parametrize("method", [Mxfp4MoEMethod, GptOssMxfp4MoEMethod])
+def test_codes_that_were_shuffled_for_a_kernel_are_found_where_they_are(method: Any, backend: Backend):
+    model, wanted = packed_experts(method(backend))
+    found = {each.module: each for each in weights_of(model)}
+    if method is GptOssMxfp4MoEMethod and backend is Backend.CUTLASS_MXFP4_MXFP4:  # no kernel of gpt-oss
+        assert all(isinstance(each, NotComparable) for each in found.values())
+        return
+    assert set(found) == set(wanted)
+    for name, each in found.items():
+        assert isinstance(each, HeldWeight)
+        index = torch.tensor([0, 1, 5, 40, 127])
+        assert each.columns is None
+        assert torch.equal(each.rows(index), wanted[name][index]), each.layout
+
+
+def test_codes_of_a_kernel_that_is_not_in_the_table_are_not_compared():
+    model, _ = packed_experts(Mxfp4MoEMethod(Backend.MARLIN))
+    assert {each.why for each in weights_of(model) if isinstance(each, NotComparable)} == {
+        "unknown layout: Mxfp4MoEMethod has arranged it for MARLIN"
+    }
+    assert not any(isinstance(each, HeldWeight) for each in weights_of(model))
+
+
+@pretend("vllm.model_executor.kernels.linear.mxfp4.flashinfer")
+class FlashInferMxFp4LinearKernel:
+    """vllm 0.33.0: `weight_packed` becomes `weight`, and its scales are tiled."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight = nn.Parameter(layer.weight_packed.data, False)
+        del layer.weight_packed
+        layer.weight_scale = nn.Parameter(tiled_scales(layer.weight_scale.data), False)
+
+
+class Scheme:
+    kernel = FlashInferMxFp4LinearKernel()
+
+
+def test_a_linear_whose_scales_were_tiled_for_a_kernel_is_decoded_as_before():
+    model = engine(packed=True)
+    before = {each.module: each for each in weights_of(model) if isinstance(each, HeldWeight)}
+    index = torch.arange(0, 32, 3)
+    wanted = {name: each.rows(index) for name, each in before.items()}
+    for layer in model.layers:
+        for linear in layer.children():
+            linear.scheme = Scheme()  # type: ignore[assignment]
+            Scheme.kernel.process_weights_after_loading(linear)
+    found = {each.module: each for each in weights_of(model) if isinstance(each, HeldWeight)}
+    assert found["layers.0.q_proj"].layout == "mxfp4 packed for CUTLASS"
+    assert all(torch.equal(found[name].rows(index), wanted[name]) for name in wanted)
+
+
+def test_packing_after_a_load_is_listened_to_at_its_class():
+    told: list[str] = []
+    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda kind, detail: told.append(detail))
+    model, _ = packed_experts(Mxfp4MoEMethod(Backend.EMULATION))
+    before = KnownMethod.process_weights_after_loading
+    model.experts.routed_experts.quant_method = KnownMethod(Backend.EMULATION)
+    weight_sync.watch([model])
+    try:
+        weight_sync.take([model])
+        assert not weight_sync.is_due
+        layer: Any = model.experts.routed_experts
+        layer.quant_method.process_weights_after_loading(layer)
+        assert weight_sync.is_due
+        weight_sync.take([model])
+    finally:
+        weight_sync.remove()
+    assert KnownMethod.process_weights_after_loading is before
+    assert told[-1] == "1 calls of process_weights_after_loading: 0 weights read, 2 not comparable"
+
+
+class KnownMethod(Mxfp4MoEMethod):
+    """A class that its module knows by its name, as an engine's is."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
 
 
 def test_weights_that_do_not_fit_into_one_pass_take_turns(monkeypatch: pytest.MonkeyPatch):

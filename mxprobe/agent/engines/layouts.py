@@ -5,22 +5,34 @@
 | plain        | `weight` [O, K], floating point                      | any Linear of vLLM, SGLang, transformers  |
 | mxfp4 packed | `weight_packed` uint8 [O, K/2], `weight_scale` uint8 | compressed-tensors 0.20: low nibble first, |
 |              | [O, K/32]: E2M1 codes, E8M0 exponents                | exponent + 127                            |
+|              | `weight` uint8 [O, K/2], `weight_scale`, by the      | vLLM 0.33.0, after                        |
+|              | layer's kernel                                       | `process_weights_after_loading`           |
 | experts      | `w13_weight` [E, 2 F, H], `w2_weight` [E, H, F]      | `FusedMoE`: gate over up in w13           |
+| experts,     | the same as uint8 [E, 2 F, H/2], [E, H, F/2], with   | vLLM 0.33.0, SGLang 0.5.23: by            |
+| packed       | `w13_weight_scale`, `w2_weight_scale`                | `quant_method`, see `shuffles`            |
 
 Several weights are one above the other where `output_sizes` says so (SGLang 0.5.23, vLLM): `qkv_proj`, `gate_up_proj`.
-Of anything else (Marlin and FlashInfer permute codes, scales are swizzled, a rank of several holds a shard) it is said
-that it cannot be compared: a hash of the wrong bytes is a false alarm.
+Of anything else (Marlin permutes codes, a rank of several holds a shard) it is said that it cannot be compared: a hash
+of the wrong bytes is a false alarm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Callable, NamedTuple, Union
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import nn
 
 from mxprobe.agent.adapters.adapter import held
+from mxprobe.agent.engines.shuffles import (
+    AS_LOADED,
+    Shuffle,
+    experts_shuffle,
+    linear_shuffle,
+    scales_at,
+    scales_needed,
+)
 from mxprobe_kernels.formats import E2M1_GRID
 
 FUSED: dict[str, tuple[str, ...]] = {
@@ -64,88 +76,153 @@ def weights_of(root: nn.Module) -> Iterator[HeldWeight | NotComparable]:
         parameters = {n: p for n, p in vars(module)["_parameters"].items() if p is not None and p.dim() >= 2}
         if not parameters or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        tp_size = held(module, "tp_size", 1)
-        if isinstance(tp_size, int) and tp_size > 1:
-            yield NotComparable(name, f"a shard of {tp_size}")
+        n_ranks = max(_ranks(module))
+        if n_ranks > 1:
+            yield NotComparable(name, f"a shard of {n_ranks}")
         elif "w13_weight" in parameters:
-            yield from _experts(name, parameters)
-        elif "weight_packed" in parameters:
-            yield from _fused(name, module, parameters, _packed)
-        elif parameters.get("weight") is not None:
-            yield from _fused(name, module, parameters, _plain)
+            yield from _experts(name.removesuffix(".routed_experts"), module, parameters)
+        elif "weight_packed" in parameters or parameters.get("weight") is not None:
+            yield from _fused(name, module, _packed(module, parameters) or _plain(parameters["weight"]))
         else:
             yield NotComparable(name, f"unknown layout: {', '.join(sorted(parameters))}")
 
 
-_Read = Callable[[dict[str, Any]], Union[tuple[torch.Tensor, int, str], str]]
+_RANKS = ("tp_size", "moe_tp_size", "moe_ep_size")  # SGLang 0.5.23; vLLM 0.33.0 has the first, and the last two inside
 
 
-def _plain(parameters: dict[str, Any]) -> tuple[torch.Tensor, int, str] | str:
-    weight = parameters["weight"]
+def _ranks(module: nn.Module) -> Iterator[int]:
+    """Over how many ranks a layer's weights are spread, each way."""
+    of_experts = getattr(held(module, "moe_config"), "moe_parallel_config", None)
+    sizes = [held(module, name, 1) for name in _RANKS]
+    sizes += [getattr(of_experts, name, 1) for name in ("tp_size", "ep_size")]
+    yield from (size for size in sizes if isinstance(size, int))
+
+
+class _Matrix(NamedTuple):
+    """A parameter that holds one or several weights one above the other."""
+
+    stored: torch.Tensor
+    """[N, K] values, or uint8 [N, K/2] codes."""
+    n_in: int
+    layout: str
+    scale: torch.Tensor | None = None
+    tiled_scales: bool = False
+
+    def rows(self, at: torch.Tensor) -> torch.Tensor:
+        """int64 [F] of stored rows -> values [F, K], a copy."""
+        part = self.stored.detach().index_select(0, at)
+        if self.scale is None:
+            return part
+        n_blocks = -(-self.n_in // BLOCK)
+        return decode_mxfp4(part, scales_at(self.scale, at, n_blocks, tiled=self.tiled_scales))
+
+
+def _plain(weight: torch.Tensor) -> _Matrix | str:
     if not weight.is_floating_point() or weight.element_size() < 2 or weight.dim() != 2:
-        return f"unknown layout: weight is {str(weight.dtype).replace('torch.', '')} {list(weight.shape)}"
-    return weight, weight.shape[1], PLAIN
+        return f"unknown layout: weight is {_kind(weight)}"
+    return _Matrix(weight, weight.shape[1], PLAIN)
 
 
-def _packed(parameters: dict[str, Any]) -> tuple[torch.Tensor, int, str] | str:
-    codes, scale = parameters["weight_packed"], parameters.get("weight_scale")
-    if codes.dtype is not torch.uint8 or scale is None or scale.dtype is not torch.uint8 or codes.dim() != 2:
-        return "unknown layout: weight_packed without a weight_scale of E8M0 exponents"
+def _packed(module: nn.Module, parameters: dict[str, Any]) -> _Matrix | str | None:
+    """None of a weight that is not packed."""
+    codes, scale = parameters.get("weight_packed"), parameters.get("weight_scale")
+    shuffle = AS_LOADED if codes is not None else linear_shuffle(module)
+    codes = parameters["weight"] if codes is None else codes
+    if codes.dtype is not torch.uint8 and "weight_packed" not in parameters:
+        return None
+    if codes.dtype is not torch.uint8 or scale is None or scale.element_size() != 1 or codes.dim() != 2:
+        return "unknown layout: packed codes without a weight_scale of E8M0 exponents"
+    if isinstance(shuffle, str):
+        return shuffle
     n_in = codes.shape[1] * 2
-    if tuple(scale.shape) != (codes.shape[0], -(-n_in // BLOCK)):
+    if scale.numel() != scales_needed(codes.shape[0], -(-n_in // BLOCK), tiled=shuffle.tiled_scales):
         return f"unknown layout: weight_scale {list(scale.shape)} for codes {list(codes.shape)}, swizzled perhaps"
-    return codes, n_in, PACKED
+    return _Matrix(codes, n_in, " ".join(filter(None, (PACKED, shuffle.words))), scale, shuffle.tiled_scales)
 
 
-def _fused(
-    name: str, module: nn.Module, parameters: dict[str, Any], read: _Read
-) -> Iterator[HeldWeight | NotComparable]:
-    found = read(parameters)
+def _fused(name: str, module: nn.Module, found: _Matrix | str) -> Iterator[HeldWeight | NotComparable]:
     if isinstance(found, str):
         yield NotComparable(name, found)
         return
-    stored, n_in, layout = found
+    n_rows = found.stored.shape[0]
     sizes = held(module, "output_sizes")
     above, _, last = name.rpartition(".")
     if not isinstance(sizes, (list, tuple)) or len(sizes) < 2:
-        names, sizes = (name,), (stored.shape[0],)
+        names, sizes = (name,), (n_rows,)
     else:
         names = tuple(f"{above}.{part}".lstrip(".") for part in FUSED.get(last, ()))
-    if len(names) != len(sizes) or sum(sizes) != stored.shape[0]:
-        yield NotComparable(name, f"unknown layout: {len(sizes)} weights of {list(sizes)} rows in {stored.shape[0]}")
+    if len(names) != len(sizes) or sum(sizes) != n_rows:
+        yield NotComparable(name, f"unknown layout: {len(sizes)} weights of {list(sizes)} rows in {n_rows}")
         return
     first = 0
     for each, size in zip(names, sizes):
-        scale = parameters.get("weight_scale")
-        yield _held(each, stored, scale if layout == PACKED else None, first, size, n_in, layout)
+        yield _held(each, found, size, _shifting(first), first)
         first += size
 
 
+def _shifting(first: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda rows: rows + first
+
+
 def _held(
-    name: str, stored: torch.Tensor, scale: torch.Tensor | None, first: int, size: int, n_in: int, layout: str
+    name: str, matrix: _Matrix, size: int, place: Callable[[torch.Tensor], torch.Tensor], first: int | None
 ) -> HeldWeight:
+    """`place`: rows of the weight -> stored rows; `first`: where these begin if they are one run, else None."""
+    device = matrix.stored.device
+
     def rows(index: torch.Tensor) -> torch.Tensor:
-        at = index.to(stored.device) + first
-        part = stored.detach().index_select(0, at)
-        return part if scale is None else decode_mxfp4(part, scale.detach().index_select(0, at))
+        return matrix.rows(place(index.to(device)))
 
     def columns(index: torch.Tensor) -> torch.Tensor:
-        return stored.detach()[first : first + size].index_select(1, index.to(stored.device)).T.contiguous()
+        part = matrix.stored.detach().narrow(0, first or 0, size)
+        return part.index_select(1, index.to(device)).T.contiguous()
 
-    return HeldWeight(name, (size, n_in), layout, stored.device, rows, columns if scale is None else None)
+    can_turn = matrix.scale is None and first is not None
+    return HeldWeight(name, (size, matrix.n_in), matrix.layout, device, rows, columns if can_turn else None)
 
 
-def _experts(name: str, parameters: dict[str, Any]) -> Iterator[HeldWeight | NotComparable]:
+def _experts(name: str, module: nn.Module, parameters: dict[str, Any]) -> Iterator[HeldWeight | NotComparable]:
     for parameter, parts in EXPERTS:
-        stored = parameters.get(parameter)
-        if stored is None or not stored.is_floating_point() or stored.element_size() < 2 or stored.dim() != 3:
-            yield NotComparable(name, f"unknown layout: {parameter} is no stack of floating-point matrices")
+        found = _stack(module, parameter, parameters)
+        if isinstance(found, str):
+            yield NotComparable(name, found)
             continue
-        size = stored.shape[1] // len(parts)
-        for expert in range(stored.shape[0]):
+        matrices, shuffle = found
+        size = matrices[0].stored.shape[0] // len(parts)
+        for expert, matrix in enumerate(matrices):
             for i, part in enumerate(parts):
-                full = f"{name}.{expert}.{part}"
-                yield _held(full, stored[expert], None, i * size, size, stored.shape[2], STACKED)
+                place = _placing(shuffle, i, size) if len(parts) > 1 else shuffle.w2
+                run = i * size if shuffle is AS_LOADED else None
+                yield _held(f"{name}.{expert}.{part}", matrix, size, place, run)
+
+
+def _placing(shuffle: Shuffle, part: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda rows: shuffle.w13(part, rows, size)
+
+
+def _stack(module: nn.Module, parameter: str, parameters: dict[str, Any]) -> tuple[list[_Matrix], Shuffle] | str:
+    """One matrix an expert."""
+    stored, scale = parameters.get(parameter), parameters.get(f"{parameter}_scale")
+    if not isinstance(stored, torch.Tensor) or stored.dim() != 3:
+        return f"unknown layout: {parameter} is no stack of matrices"
+    is_plain = stored.is_floating_point() and stored.element_size() > 1
+    shuffle = experts_shuffle(module, packed=not is_plain)
+    if isinstance(shuffle, str):
+        return shuffle
+    words = ", ".join(filter(None, (STACKED, "" if is_plain else PACKED, shuffle.words)))
+    if is_plain:
+        return [_Matrix(each, stored.shape[2], words) for each in stored], shuffle
+    if stored.dtype is not torch.uint8 or scale is None or scale.element_size() != 1:
+        return f"unknown layout: {parameter} is {_kind(stored)}, with no scale of E8M0 exponents"
+    n_experts, n_rows, n_in = stored.shape[0], stored.shape[1], stored.shape[2] * 2
+    if scale.numel() != n_experts * scales_needed(n_rows, -(-n_in // BLOCK), tiled=shuffle.tiled_scales):
+        return f"unknown layout: {parameter}_scale {list(scale.shape)} for codes {list(stored.shape)}"
+    scales = scale.reshape(n_experts, -1)
+    return [_Matrix(c, n_in, words, s, shuffle.tiled_scales) for c, s in zip(stored, scales)], shuffle
+
+
+def _kind(stored: torch.Tensor) -> str:
+    return f"{str(stored.dtype).replace('torch.', '')} {list(stored.shape)}"
 
 
 def decode_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """When an engine is given new weights, and what it holds right after: for a process that serves and does not train.
 
-`load_weights` of the model's class is wrapped where it is defined: every way of vLLM's and SGLang's into a model ends
-there, and a class is reached whatever `gc.freeze` hides. Where weights are written past it, the rows of a probed pass
-show what is held all the same.
+Wrapped at the classes that define them, which are reached whatever `gc.freeze` hides: `load_weights` of the model,
+where every way of vLLM's and SGLang's into it ends; `process_weights_after_loading` of what its layers hold as
+`quant_method`, `scheme` or `kernel`, which packs and permutes what was loaded; and the workers' methods in `UPDATES`.
+Where weights are written past all of them, the rows of a probed pass show what is held all the same.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 import torch
@@ -22,6 +24,19 @@ from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
 
 LOAD = "load_weights"
+PROCESS = "process_weights_after_loading"
+_WORKER = ("vllm.v1.worker.gpu_worker", "Worker")
+_UPDATER = ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater")
+UPDATES: tuple[tuple[tuple[str, str], str, tuple[str, ...]], ...] = (
+    (_WORKER, "reload_weights", ()),
+    (_WORKER, "update_weights", ("update_info",)),
+    (_WORKER, "finish_weight_update", ()),
+    (_UPDATER, "update_weights_from_disk", ("model_path",)),
+    (_UPDATER, "load_weights_from_distributed", ()),
+    (_UPDATER, "update_weights_from_tensor", ("named_tensors",)),
+    (_UPDATER, "update_weights_from_ipc", ("recv_req",)),
+)
+"""(module, class), method, parameters it must have: vLLM 0.33.0, SGLang 0.5.23."""
 EVENT = "weight_sync"
 PASS_BYTES = 1 << 26
 """Copied in one pass: weights that do not fit (of many experts) have their turn in the passes that follow."""
@@ -51,7 +66,7 @@ class WeightSync:
         """New weights have come, or it is the first pass."""
         self._guard = guard
         self._tell = tell
-        self._n_loads = 0
+        self._calls: Counter[str] = Counter()
         self._turn = 0
         """Weights read in this round."""
         self._is_new = False
@@ -59,14 +74,13 @@ class WeightSync:
         self._splices: Splices | None = None
 
     def watch(self, roots: Sequence[nn.Module]) -> None:
-        owners = [next((c for c in type(root).__mro__ if LOAD in vars(c)), None) for root in roots]
-        taps = [
-            Tap(owner.__module__, owner.__qualname__, LOAD, (), _nothing, "engine")
-            for owner in dict.fromkeys(owners)
-            if owner is not None and getattr(sys.modules.get(owner.__module__), owner.__qualname__, None) is owner
-        ]
-        if not taps:
+        loads = list(_owners(roots, LOAD))
+        if not loads:
             self._tell(EVENT, f"the model has no {LOAD} to listen to: its weights are read at probed passes")
+        processes = _owners([each for root in roots for each in _processors(root)], PROCESS)
+        taps = [Tap(c.__module__, c.__qualname__, LOAD, (), _nothing, "engine") for c in loads]
+        taps += [Tap(c.__module__, c.__qualname__, PROCESS, ("layer",), _nothing, "engine") for c in processes]
+        taps += [Tap(*place, method, parameters, _nothing, "engine") for place, method, parameters in UPDATES]
         self._splices = Splices(
             taps,
             self._on_load,
@@ -78,7 +92,7 @@ class WeightSync:
 
     def _on_load(self, tap: Tap, arguments: dict[str, Any]) -> bool:
         self.is_due = self._is_new = True
-        self._n_loads += 1
+        self._calls[tap.function] += 1
         return False
 
     def take(self, roots: Sequence[nn.Module]) -> Held | None:
@@ -111,16 +125,33 @@ class WeightSync:
             self._turn = 0
         else:
             self.is_due = True
-        if self._n_loads:
+        if self._calls:
             read = f"{len(taken)} weights read, {len(left_out)} not comparable"
             later = "" if is_over else "; the others in the passes that follow"
-            self._tell(EVENT, f"{self._n_loads} calls of {LOAD}: {read}{later}")
-            self._n_loads = 0
+            calls = ", ".join(f"{n} calls of {function}" for function, n in self._calls.items())
+            self._tell(EVENT, f"{calls}: {read}{later}")
+            self._calls.clear()
         return Held(taken, left_out, device) if taken or left_out else None
 
     def remove(self) -> None:
         if self._splices is not None:
             self._splices.give_back()
+
+
+def _processors(root: nn.Module) -> Iterator[Any]:
+    """What packs the weights of a layer after they were loaded: of vLLM's and SGLang's layers, not modules."""
+    for module in root.modules():
+        for name in ("quant_method", "scheme"):
+            found = vars(module).get(name)
+            yield from (each for each in (found, getattr(found, "kernel", None)) if each is not None)
+
+
+def _owners(things: Sequence[Any], function: str) -> Iterator[type]:
+    """The classes that define a method of these, each once; those that their module knows by their name."""
+    defining = (next((c for c in type(each).__mro__ if function in vars(c)), None) for each in things)
+    for owner in dict.fromkeys(defining):
+        if owner is not None and getattr(sys.modules.get(owner.__module__), owner.__qualname__, None) is owner:
+            yield owner
 
 
 def _nothing(arguments: Any) -> list[Any]:
