@@ -16,13 +16,13 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Callable
 
 import torch
 from torch import nn
 
-from mxprobe.agent import black_box, noise
 from mxprobe.agent.adapters.master import is_stepped_by
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.adapters.tokens import token_group
@@ -30,28 +30,27 @@ from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
 from mxprobe.agent.eager import EagerSteps
-from mxprobe.agent.engines import forms
 from mxprobe.agent.engines.layouts import HeldWeight, weights_of
-from mxprobe.agent.engines.sync import Held, WeightSync
-from mxprobe.agent.flight import FlightTap, Norms
+from mxprobe.agent.engines.sync import WeightSync
+from mxprobe.agent.flight import FlightTap
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows, not_to_be_hooked, take_inventory
 from mxprobe.agent.inventory import misfits as find_misfits
+from mxprobe.agent.ledger import Ledger
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.moe.routers import probe_of
 from mxprobe.agent.moe.structure import is_router
 from mxprobe.agent.moe.versions import copy_expert_versions
-from mxprobe.agent.noise import NormWatch, NormWeights
-from mxprobe.agent.recorder import Recorder
-from mxprobe.agent.replay.live import Replays, Rows
+from mxprobe.agent.noise import NormWatch
+from mxprobe.agent.replay.live import Replays
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
-from mxprobe.agent.signals import NO_STEP, SignalTaps, any_sink
+from mxprobe.agent.signals import SignalTaps, any_sink
 from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.switching import RecipeSwitch, Request
-from mxprobe.agent.tokens import Measurements, TokenTaps
+from mxprobe.agent.tokens import TokenTaps
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
 from mxprobe.protocol import AgentConfig
@@ -85,38 +84,39 @@ class Session:
         self.gone = threading.Event()
         self.n_steps = 0
         self.n_probed = 0
-        self.total_step_ns = self.total_hook_ns = self.total_measure_ns = 0
+        self.total_step_ns = self.total_hook_ns = 0
         self._config = config
         self._transport = transport
-        self._recorder = Recorder(transport)
-        self.guard = Guard(config.error_budget, self._on_error, lambda: self.abandon("error_budget"))
         self._clock = Clock()
         self._schedule = Schedule(config.every, config.weights_every)
+        self._probes: dict[str, ModuleProbe] = {}
+        self._entries: list[Entry] = []
+        self._ledger = Ledger(config, transport, self._clock, self._schedule, self._module_rows)
+        tell = self._ledger.on_event
+        self.guard = Guard(config.error_budget, self._ledger.on_error, lambda: self.abandon("error_budget"))
         self._budget = Budget(config.max_overhead, config.every)
         self._measuring = False
         """Our thread was at work when this step began."""
-        self._signals = SignalTaps(self._on_signals, self.guard.swallow, self._on_event)
-        self._milestones = Milestones(self.guard, self._on_event)
-        self._replays = Replays(config, self._clock, self.guard, self._on_event)
-        self._tokens = TokenTaps(self._clock, self.guard, self._on_event)
+        self._signals = SignalTaps(self._on_signals, self.guard.swallow, tell)
+        self._milestones = Milestones(self.guard, tell)
+        self._replays = Replays(config, self._clock, self.guard, tell)
+        self._tokens = TokenTaps(self._clock, self.guard, tell)
         self._norms = NormWatch(self.guard)
-        self._sync = WeightSync(self.guard, self._on_event)
-        self._flight = FlightTap(self._clock, self.guard, self._on_norms) if config.record else None
-        self._black_box = black_box.BlackBox(config.follow_steps)
-        self._eager = EagerSteps(config.eager_probe_steps, self.guard, self._on_event)
-        self._switch = RecipeSwitch(self._on_switch_answer, self._on_event)
+        self._sync = WeightSync(self.guard, tell)
+        self._flight = FlightTap(self._clock, self.guard, self._ledger.on_norms) if config.record else None
+        self._eager = EagerSteps(config.eager_probe_steps, self.guard, tell)
+        self._switch = RecipeSwitch(self._ledger.on_switch_answer, tell)
         self._roots: list[weakref.ref[nn.Module]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._probes: dict[str, ModuleProbe] = {}
-        self._entries: list[Entry] = []
         self._optimizer: weakref.ref[Any] | None = None
         self._foreign: dict[int, int] = {}
         self._looked_twice = False
-        self._inventoried = False
         self._is_out = False
-        self.worker = Worker(config, self._recorder, self.guard)  # a thread: nothing before it may fail any more
+        self._ledger.guard = self.guard
+        self.worker = Worker(config, self._ledger.recorder, self.guard)  # a thread: nothing before it may fail any more
+        self._ledger.worker = self.worker
         self._watch = RootWatch(self.guard.swallow)
         self._eager.watch()
         try:
@@ -179,7 +179,7 @@ class Session:
 
     def trigger(self, reason: str) -> None:
         """Keep what the flight recorder holds, and go to full statistics."""
-        self.worker.put(lambda: self._keep(*self._black_box.trigger(reason), self.worker.step_base + self.n_steps))
+        self.worker.put(lambda: self._ledger.trigger(reason, self.n_steps))
 
     def ask_set(self, frame: dict[str, Any]) -> None:
         """Switch the recipe at a step boundary, by the user's command."""
@@ -213,7 +213,7 @@ class Session:
             "backlog": self.worker.backlog,
             "step_ns": self.total_step_ns,
             "probe_ns": self.total_hook_ns,
-            "measure_ns": self.total_measure_ns,
+            "measure_ns": self._ledger.total_measure_ns,
             "contention_ns": self._budget.total_contention_ns,
             "max_overhead": self._config.max_overhead,
             "every": self._config.every,
@@ -295,7 +295,7 @@ class Session:
         self._entries = take_inventory(roots, config.layers)
         group = token_group(roots)
         for detail in find_misfits(self._entries):
-            self._on_event("coverage", detail)
+            self._ledger.on_event("coverage", detail)
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         for entry in self._entries:
             if entry.selected:
@@ -321,21 +321,8 @@ class Session:
         self.worker.put(lambda: self._announce(names, recipes))
 
     def _announce(self, roots: list[str], recipes: list[str]) -> None:
-        """In the worker, after the step count is known."""
-        what = f"{', '.join(roots)}; {len(self._probes)} modules" if roots else "no model runs here, its signals alone"
-        self._event("attached", f"{self.role}: {what}", 0)
-        self._add_modules()
-        self._recorder.flush()
-        self._transport.control(
-            {
-                "verb": "attached",
-                "roots": roots,
-                "modules": len(self._probes),
-                "role": self.role,
-                "step": self.worker.step_base,
-                "recipes": recipes,
-            }
-        )
+        """In the worker."""
+        self._ledger.announce(roots=roots, role=self.role, n_modules=len(self._probes), recipes=recipes)
 
     def _on_serving_enter(self, module: nn.Module, roots: Any) -> None:
         """A root that serves begins a forward pass, in the thread that runs it."""
@@ -388,14 +375,14 @@ class Session:
         return True
 
     def _end_step(self) -> None:
-        clock, probes = self._clock, list(self._probes.values())
+        clock, ledger, probes = self._clock, self._ledger, list(self._probes.values())
         self._eager.leave()
         clock.advance()
         for probe in probes:
             n_lost = probe.n_lost_gradients
             probe.finish_step()
             if not n_lost and probe.n_lost_gradients:
-                self._on_event("coverage", f"{probe.name}: {NO_GRADIENT}")
+                self._ledger.on_event("coverage", f"{probe.name}: {NO_GRADIENT}")
         generated = any_rollout(probes)
         for probe in probes:
             probe.forget()
@@ -416,24 +403,24 @@ class Session:
         )
         ended_ns = time.time_ns()
         hand_over = self.worker.put if probed or clock.only_outputs else self.worker.put_quietly
-        hand_over(lambda: self._record_step(step, ended_ns, probed, step_ns, hook_ns))
+        hand_over(lambda: ledger.record_step(step, ended_ns, probed=probed, step_ns=step_ns, hook_ns=hook_ns))
         self._signals.ensure_wrapped()
         self._milestones.finish(self._optimizer() if self._optimizer is not None else None)
         measured = self._tokens.finish()
         if measured is not None:
-            self.worker.put(lambda: self._record_rollouts(measured))
+            self.worker.put(lambda: ledger.record_rollouts(measured, self._tokens.tell))
         if self.role == "rollout" and (self._sync.is_due or clock.probed):
             held = self._sync.take([root for reference in self._roots if (root := reference()) is not None])
             if held is not None:
-                self.worker.put(lambda: self._record_held(held, step))
+                self.worker.put(lambda: ledger.record_held(held, step))
         weights = self._norms.finish()
         if weights is not None:
-            self.worker.put(lambda: self._record_norms(weights, step))
+            self.worker.put(lambda: ledger.record_norms(weights, step))
         if self._flight is not None:
             self._flight.finish(step)
         replayed = None if self.detach_asked else self._replays.run()
         if replayed is not None:
-            self.worker.put(lambda: self._record_replay(replayed))
+            self.worker.put(lambda: ledger.record_replay(replayed))
         clock.next()
         if self.role == "trainer":
             roots = [root for reference in self._roots if (root := reference()) is not None]
@@ -469,7 +456,7 @@ class Session:
         if clock.probed:
             self._eager.enter()
             for detail in self._budget.begin_probe():
-                self._on_event("thinned", detail)
+                self._ledger.on_event("thinned", detail)
         left, n_left = SNAPSHOT_BYTES, math.ceil(self._budget.share * len(self._probes))
         for probe in sorted(self._probes.values(), key=lambda probe: probe.last_probed)[:n_left]:
             if probe.sample_bytes <= left or left == SNAPSHOT_BYTES:
@@ -485,109 +472,11 @@ class Session:
         self.state = State.GONE
         return True
 
-    # Rows; in the worker, but for those called `_on_...`, which hand over to it.
-
-    def _record_step(self, step: int, ended_ns: int, probed: bool, step_ns: int, hook_ns: int) -> None:
-        measure_ns = self.worker.measure()
-        self.total_measure_ns += measure_ns
-        self._recorder.add(
-            "overhead",
-            {
-                "step": self.worker.step_base + step,
-                "time_ns": ended_ns,
-                "probed": probed,
-                "step_ns": step_ns,
-                "probe_ns": hook_ns,
-                "measure_ns": measure_ns,
-                "n_dropped": self._transport.n_dropped_rows,
-                "n_errors": self.guard.n_errors,
-                "sent_bytes": self._transport.sent_bytes,
-            },
-        )
-        if probed:
-            if not self._inventoried:
-                self._inventoried = True
-                self._add_modules()
-            self._recorder.flush()
-
-    def _on_norms(self, norms: Norms) -> None:
-        self.worker.put_quietly(lambda: self._keep_norms(norms))
-
-    def _keep_norms(self, norms: Norms) -> None:
-        def keep() -> None:
-            entry = black_box.Entry.read(norms, self.worker.step_base)
-            self._keep(*self._black_box.add(entry), entry.step)
-
-        if norms.ready:
-            self.worker.aside(norms.ready[0][0], [event for _, event in norms.ready], keep)
-
-    def _keep(self, why: str, rows: list[dict[str, Any]], step: int) -> None:
-        if why:
-            self._schedule.demand(self._config.follow_steps)
-            self._event(black_box.EVENT, why, step - self.worker.step_base)
-        for row in rows:
-            self._recorder.add(black_box.TABLE, row)
-
-    def _record_replay(self, rows: Rows) -> None:
-        for table, row in rows(self.worker.step_base):
-            self._recorder.add(table, row)
-
-    def _record_rollouts(self, measured: Measurements) -> None:
-        def record() -> None:
-            for table, row in measured.rows(self.worker.step_base, self._tokens.tell):
-                self._recorder.add(table, row)
-
-        self.worker.aside(measured.device, [measured.ready], record)
-
-    def _record_held(self, held: Held, step: int) -> None:
-        def record() -> None:
-            for row in held.rows(self.worker.step_base + step):
-                self._recorder.add(forms.TABLE, row)
-
-        self.worker.aside(held.device, [held.ready], record)
-
-    def _record_norms(self, weights: NormWeights, step: int) -> None:
-        def record() -> None:
-            for detail in self.worker.norm_changes(weights):
-                self._event(noise.EVENT, detail, step)
-
-        self.worker.aside(weights.device, [weights.ready], record)
-
-    def _add_modules(self) -> None:
-        for row in module_rows(self._entries, self._probes):
-            self._recorder.add("modules", row)
-
-    def _event(self, kind: str, detail: str, step: int) -> None:
-        row = {"step": self.worker.step_base + step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}
-        self._recorder.add("events", row)
-
     def _on_signals(self, rows: list[dict[str, Any]]) -> None:
-        completed = self.n_steps
-        self.worker.put_quietly(lambda: self._add_signals(rows, completed))
+        self._ledger.on_signals(rows, self.n_steps if self.role == "trainer" else None)
 
-    def _add_signals(self, rows: list[dict[str, Any]], completed: int) -> None:
-        """Where a call named no step, the one that this process had completed."""
-        step = self.worker.step_base + completed if self.role == "trainer" else NO_STEP
-        for row in rows:
-            self._recorder.add("signals", row if row["step"] != NO_STEP else {**row, "step": step})
-
-    def _on_event(self, kind: str, detail: str) -> None:
-        step = self._clock.step
-        try:
-            self.worker.put(lambda: self._event(kind, detail, step))
-        except Exception as error:  # the parts tell of what has failed: this is the last that may not
-            self.guard.swallow("telling of an event", error)
-
-    def _on_switch_answer(self, answer: dict[str, Any]) -> None:
-        def tell() -> None:
-            self._recorder.flush()
-            self._transport.control({"verb": "set", **answer})
-
-        self.worker.put(tell)
-
-    def _on_error(self, where: str, detail: str) -> None:
-        step = self._clock.step
-        self.worker.put(lambda: self._event("error", f"{where}: {detail}", step))
+    def _module_rows(self) -> Iterable[dict[str, Any]]:
+        return module_rows(self._entries, self._probes)
 
     def _remove(self, reason: str) -> None:
         """Every hook out and every patch undone; once. The last rows go to the worker."""
@@ -600,7 +489,7 @@ class Session:
         try:
             self._take_out(reason)
             if was_attached:
-                self.worker.put(self._farewell)
+                self.worker.put(lambda: self._ledger.farewell(reason, self.n_steps))
         finally:
             self.gone.set()
 
@@ -615,11 +504,6 @@ class Session:
             except Exception as error:
                 self.guard.swallow("removing hooks", error)
         self._is_out = True
-
-    def _farewell(self) -> None:
-        self._add_modules()
-        self._event("detached", self.reason, self.n_steps)
-        self._recorder.flush()
 
 
 def _has_linear(module: nn.Module) -> bool:

@@ -54,6 +54,7 @@ GUARDS = {
     "guard.Guard.swallow",
     "hooks.ModuleProbe._forward_hook",
     "interruptions.is_of_a_signal_handler",
+    "ledger.Ledger.on_event",
     "milestones.Milestones._listen",
     "milestones.Milestones._on_optimizer_state",
     "milestones.Milestones._on_weights",
@@ -63,7 +64,6 @@ GUARDS = {
     "replay.live.Replays._on_leave",
     "roots.RootWatch._enter",
     "roots.RootWatch._leave",
-    "session.Session._on_event",
     "session.Session._on_optimizer_step",
     "session.Session._on_root_enter",
     "session.Session._on_root_leave",
@@ -74,6 +74,7 @@ GUARDS = {
 # What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
 WAYS_OUT = {
     "boot._Agent._leave",
+    "forward_hooks.ForwardHooks.remove",
     "hooks.ModuleProbe._disarm",
     "hooks.ModuleProbe.remove",
     "milestones.Milestones.remove",
@@ -84,7 +85,6 @@ WAYS_OUT = {
     "session.Session.abandon",
     "session.Session.close",
     "signals.SignalTaps.unwrap",
-    "streams.StreamTap.remove",
     "taps.splice.Splice.remove",
     "taps.splices.Splices._is_back",
     "taps.splices.Splices.give_back",
