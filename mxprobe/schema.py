@@ -229,7 +229,8 @@ TABLES: dict[str, Columns] = {
         ("out_e2", "float64"),
         ("out_zeroed2", "float64"),  # output error left on the elements the uncorrected quantizer zeroed
     ),
-    # How peaked the blocks of an operand are, and in how few channels its error lies: see
+    # How peaked the blocks of an operand are, in how few channels and elements its error lies, what the axis of a
+    # weight's blocks changes: see
     # mxprobe.agent.block_statistics and mxprobe.attribution.neighbours.
     "blocks": (
         *_OPERAND,
@@ -243,6 +244,12 @@ TABLES: dict[str, Columns] = {
         ("sum_e2_top1", "float64"),  # in the 1 % of channels (along the contraction axis) with most of it
         ("sum_e2_top5", "float64"),
         ("sum_e2_top10", "float64"),
+        ("sum_e2_sparse1", "float64"),  # in the 1 % of each row's elements with most of it
+        ("sum_e2_sparse5", "float64"),
+        ("sum_e2_sparse10", "float64"),
+        # w_dgrad: ||W quantized along rows - along columns||^2 where both were measured, and ||W||^2 there; else null
+        ("sum_transposed2", "float64"),
+        ("sum_tile2", "float64"),
     ),
     # Error of a weight gradient (or of dX) against the exact product of the same captured operands, both quantized;
     # one row per component, which is put into both operands alone. Relative error, cosine, norm ratio: derived.

@@ -21,7 +21,7 @@ from typing import Any, Callable
 
 import torch
 
-from mxprobe.agent.block_statistics import block_row
+from mxprobe.agent.block_statistics import block_row, transposition_row
 from mxprobe.agent.codes import EVENT, WeightHistory
 from mxprobe.agent.moe.behaviour import OutputState
 from mxprobe.agent.moe.measure import measure_experts
@@ -160,7 +160,11 @@ def _snapshot_rows(
         edges = operand.n_counted * snapshot.placement.edge_blocks(operand.role, length, 1, block)
         yield "tensors", {**key, **measured.row, "n_edge_blocks": round(edges)}
         sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
-        yield "blocks", {**key, **sampled, **block_row(measured.fields, measured.weights)}
+        statistics = block_row(measured.fields, measured.weights)
+        if operand.role is Role.W_DGRAD:  # comes after W_FWD
+            w = snapshot.weight
+            statistics.update(transposition_row(fields[Role.W_FWD], measured.fields, w.out_index, w.in_index))
+        yield "blocks", {**key, **sampled, **statistics}
         yield from _findings(key, measured.row)
         alike = waiting.setdefault(operand.a.shape[1], [])
         alike.append((key, measured))

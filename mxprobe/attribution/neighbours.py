@@ -11,6 +11,11 @@
     coverage_1, coverage_5, coverage_10
                    part of ||e||^2 in the 1, 5, 10 % of channels with most of it: what a second pass on these channels
                    alone could mend; .01, .05, .1 where it is spread evenly (channel residual; QUADS)
+    sparse_1, sparse_5, sparse_10
+                   part of ||e||^2 in the 1, 5, 10 % of each row's elements with most of it: what a sparse residual
+                   kept beside the row could mend (HiFloat4 RL)
+    transposition  of w_dgrad: ||Q_row(W) - Q_col(W)|| / ||W||, the forward's blocks against those of dX = G W, on the
+                   elements measured along both axes (transposition-invariant blocks); .04 to .075 on Gaussian weights
 
 Oscillation (TetraJet) is in `updates`, gradient and KL effects in `replays`. Sums are added first, divided last; the
 channels of `coverage` are ranked anew in each probed step.
@@ -78,10 +83,13 @@ def _is_matrix(shape: object) -> bool:
 
 
 def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFrame:
-    """`crest`, `underflow`, `underflow_crest_corr`, `coverage_1`, `_5`, `_10` per group of a `blocks` frame."""
+    """`crest`, `underflow`, `underflow_crest_corr`, `coverage_*`, `sparse_*`, `transposition` per group of `blocks`.
+
+    NaN where a trace of an older version does not tell, and `transposition` for all operands but w_dgrad.
+    """
     names = [name for name in blocks.columns if name.startswith(("sum_", "n_"))]
-    s = blocks.groupby(list(by), observed=True, sort=True)[names].sum()
-    n = s["n_blocks"].where(s["n_blocks"] > 0).astype(float)
+    s = blocks.groupby(list(by), observed=True, sort=True)[names].sum(min_count=1).astype(float)
+    n = s["n_blocks"].where(s["n_blocks"] > 0)
     crest, underflow = s["sum_crest"] / n, s["sum_underflow"] / n
     covariance = s["sum_crest_underflow"] / n - crest * underflow
     spread = (s["sum_crest2"] / n - crest**2) * (s["sum_underflow2"] / n - underflow**2)
@@ -92,5 +100,7 @@ def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFram
             "underflow": underflow,
             "underflow_crest_corr": covariance / np.sqrt(spread.where(spread > 0)),
             **{f"coverage_{k}": s[f"sum_e2_top{k}"] / e2 for k in (1, 5, 10)},
+            **{f"sparse_{k}": s[f"sum_e2_sparse{k}"] / e2 for k in (1, 5, 10)},
+            "transposition": np.sqrt(s["sum_transposed2"] / s["sum_tile2"].where(s["sum_tile2"] > 0)),
         }
     ).reset_index()

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import mxprobe_kernels
-from mxprobe.agent.block_statistics import TOP_PERCENT, block_row
+from mxprobe.agent.block_statistics import TOP_PERCENT, block_row, transposition_row
 from mxprobe.agent.operands import Operand, measure_corrections, measure_operand
+from mxprobe.agent.weights import sample_weight
 from mxprobe.attribution.neighbours import alignments, block_ratios, bucket_ratio, bucket_ratios
 from mxprobe.attribution.tensor import judge_tensor
+from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES, Role
 from mxprobe_kernels.formats import CHANNEL_WHATIFS, Correction
 
@@ -61,6 +63,8 @@ def test_block_statistics_against_their_definition():
     per_channel = sorted((q.double() - x.double()).square().sum(0).tolist(), reverse=True)
     for k in TOP_PERCENT:
         assert row[f"sum_e2_top{k}"] == pytest.approx(sum(per_channel[: max(80 * k // 100, 1)]))
+        per_row = (q.double() - x.double()).square().sort(1, descending=True).values
+        assert row[f"sum_e2_sparse{k}"] == pytest.approx(float(per_row[:, : max(80 * k // 100, 1)].sum()))
 
 
 def test_peaked_blocks_underflow_and_an_outlier_channel_holds_the_error():
@@ -105,6 +109,40 @@ def test_independent_errors_align_like_chance_and_aligned_ones_do_not():
 
     assert found(x) == pytest.approx({"x_fwd": 1.0, "w_fwd": 1.0}, abs=0.1)
     assert found(aligned)["w_fwd"] > 1.15
+
+
+def test_transposition_is_that_of_the_two_quantizations_where_both_were_measured():
+    w = normal(96, 160) * torch.logspace(-1, 1, 96)[:, None]
+    config = AgentConfig(max_features=64)
+    torch.manual_seed(0)
+    module = torch.nn.Linear(160, 96, bias=False)
+    module.weight.data.copy_(w)
+    sampled = sample_weight(module, max_features=64, seed=3)
+    assert sampled is not None
+    assert sampled.out_index is not None
+    assert sampled.in_index is not None
+    rows, columns = (
+        mxprobe_kernels.error_fields(part, format=config.format, rule=config.rule)
+        for part in (sampled.rows, sampled.columns.T)
+    )
+    row = transposition_row(rows, columns, sampled.out_index, sampled.in_index)
+    by_row = mxprobe_kernels.quantize_dequantize(w)[0].double()
+    by_column = mxprobe_kernels.quantize_dequantize(w.T.contiguous())[0].double().T
+    tile = torch.meshgrid(sampled.out_index, sampled.in_index, indexing="ij")
+    assert row["sum_transposed2"] == pytest.approx(float((by_row - by_column)[tile].square().sum()))
+    assert row["sum_tile2"] == pytest.approx(float(w.double()[tile].square().sum()))
+    frame = pd.DataFrame([{**PLACE, **block_row(columns), **row}])
+    expected = float((by_row - by_column)[tile].norm() / w.double()[tile].norm())
+    assert block_ratios(frame).iloc[0]["transposition"] == pytest.approx(expected)
+    assert expected > 0.09  # rows of different size
+
+
+def test_transposition_of_gaussian_weights_lies_where_the_science_page_says():
+    for scale in (0.9, 1.0, 1.3):
+        w = scale * normal(128, 128)
+        rows, columns = (mxprobe_kernels.error_fields(part) for part in (w, w.T.contiguous()))
+        row = transposition_row(rows, columns, None, None)
+        assert 0.035 < (row["sum_transposed2"] / row["sum_tile2"]) ** 0.5 < 0.08
 
 
 def second_pass(x: torch.Tensor, k: float) -> torch.Tensor:
