@@ -1,7 +1,8 @@
 """Which of the trainer's weights does an engine hold? From table `weight_codes` of both traces.
 
 An engine's rows of a module are set against every version of the trainer's that was hashed, in every form: as it is and
-rounded by each rule. All rows alike: the engine holds that version. The last rows of each module count.
+rounded by each rule. All rows alike: the engine holds that version. The last rows of each module count, those of each
+worker of the engine for themselves.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MOSTLY = 0.5
 
 _Versions = dict[str, list[tuple[int, int, str, dict[int, int]]]]
 """Module -> (step, time_ns, form, feature -> hash) of the trainer."""
+_Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,27 @@ class HeldVersion:
 
 def held_versions(trainer: Trace, rollout: Trace) -> tuple[HeldVersion, ...]:
     """Of every module that the engine's trace has rows of."""
-    versions = _versions(trainer.table(TABLE))
+    of_trainer = trainer.table(TABLE)
+    versions, shapes = _versions(of_trainer), _shapes(of_trainer)
     rows = rollout.table(TABLE)
     rows = rows[rows["phase"].astype(str) == Phase.ROLLOUT.value]
-    judged = [
-        _judge(str(module), _last(group), versions.get(str(module), []))
-        for module, group in rows.groupby("module", observed=True, sort=False)
-    ]
-    return tuple(_not_kept(judged))
+    judged: dict[str, list[tuple[int, HeldVersion]]] = {}
+    for rank in sorted(rows["rank"].unique().tolist()):
+        for module, group in rows[rows["rank"] == rank].groupby("module", observed=True, sort=False):
+            name = str(module)
+            found = _judge(name, _last(group), versions.get(name, []), shapes.get(name))
+            judged.setdefault(name, []).append((rank, found))
+    return tuple(_not_kept([each for workers in judged.values() for each in _by_worker(workers)]))
+
+
+def _by_worker(workers: list[tuple[int, HeldVersion]]) -> Iterator[HeldVersion]:
+    """One for the module where all workers hold the same; else each, with its rank."""
+    first = workers[0][1]
+    if all(each == first for _, each in workers):
+        yield first
+        return
+    for rank, each in workers:
+        yield replace(each, module=f"{each.module} (rank {rank})")
 
 
 def _not_kept(judged: list[HeldVersion]) -> Iterator[HeldVersion]:
@@ -94,18 +109,31 @@ def _versions(rows: pd.DataFrame) -> _Versions:
     return found
 
 
+def _shapes(rows: pd.DataFrame) -> _Shapes:
+    rows = rows[rows["phase"].astype(str) == Phase.TRAIN.value].drop_duplicates("module")
+    return {str(module): tuple(map(int, shape)) for module, shape in zip(rows["module"], rows["shape"], strict=True)}
+
+
 def _last(group: pd.DataFrame) -> dict[str, dict[Any, Any]]:
     """Form -> its row, of the newest step of the module."""
     newest = group[group["step"] == group["step"].max()]
     return {str(row["form"]): row for row in newest.to_dict("records")}
 
 
-def _judge(module: str, forms: dict[str, dict[Any, Any]], versions: list[Any]) -> HeldVersion:
+def _judge(
+    module: str, forms: dict[str, dict[Any, Any]], versions: list[Any], shape: tuple[int, ...] | None
+) -> HeldVersion:
     if NOT_COMPARABLE in forms:
         return HeldVersion(module, NOT_COMPARABLE, f"cannot compare: {forms[NOT_COMPARABLE]['layout']}")
     if not versions:
         return HeldVersion(module, NOT_COMPARABLE, "cannot compare: the trainer's trace has no such weight")
     held = forms[AS_HELD]
+    stored = [tuple(map(int, row["shape"])) for row in forms.values()]  # as it is, and turned
+    if shape not in stored:
+        detail = (
+            f"cannot compare: stored as {list(stored[0])}, padded perhaps, where the trainer has {list(shape or ())}"
+        )
+        return HeldVersion(module, NOT_COMPARABLE, detail)
     matches = list(_matches(held, versions))
     now = max((step for step, time_ns, _, _ in versions if time_ns <= held["time_ns"]), default=versions[0][0])
     whole = [match for match in matches if match[0] == 1.0]
