@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mxprobe.agent.replay.arms import FORWARD_ROLES, arm_product, quantizer, replay_arms, run_arm
+from mxprobe.agent.replay.arms import DEFAULT_ARMS, FORWARD_ROLES, arm_product, quantizer, replay_arms, run_arm
 from mxprobe.agent.replay.backward import WeightGradients
 from mxprobe.agent.replay.call import capture, forward, replayed
 from mxprobe.agent.replay.gradient_probes import ROLES, probe_gradients
@@ -216,7 +216,7 @@ def time_replay(call: Any, modules: Any) -> None:
     call.module.zero_grad()
     print(f"\nforward and backward: {1e3 * one:.0f} ms; replay for sensitivity:", end=" ")
     print(f"{seconds(lambda: measure_sensitivity(call, modules)) / one:.1f} times that;", end=" ")
-    print(f"seven arms: {seconds(lambda: list(replay_arms(call, modules))) / one:.1f} times")
+    print(f"{len(DEFAULT_ARMS)} arms: {seconds(lambda: list(replay_arms(call, modules))) / one:.1f} times")
 
 
 def schedule() -> None:

@@ -78,7 +78,7 @@ PLAIN_WORDS: dict[Verdict, str] = {
     Verdict.KEEP_HIGH_PRECISION: "keep in high precision",
 }
 
-DEFAULT_ARMS: tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip")
+DEFAULT_ARMS: tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip", "q_weights")
 """Counterfactual forwards of a replay: `mxprobe.agent.replay.arms` says what each is."""
 
 # Arrow type names: int64, int32, float64, bool, string, dict (dictionary-encoded string),
@@ -298,6 +298,9 @@ TABLES: dict[str, Columns] = {
         ("sum_log_prob_shift2", "float64"),
         ("sum_entropy_shift", "float64"),
         ("loss_shift", "float64"),  # of the loss that the model itself returns; NaN if it returns none
+        # of the run's loss, to first order in the policy: <its gradient at the policy, policy of arm - of high>; NaN
+        # where that gradient is not known
+        ("policy_loss_shift", "float64"),
     ),
     # The weight gradient of each arm of a replay, all six operands of every Linear rounded as the arm says, run back
     # from the gradient of the run's loss at the policy. Relative error, cosine, norm ratio: derived.
@@ -311,6 +314,8 @@ TABLES: dict[str, Columns] = {
         ("ref2", "float64"),  # ||dW of high||^2
         ("err2", "float64"),  # ||dW of the arm - dW of high||^2
         ("ref_err", "float64"),  # <dW of high, dW of the arm - dW of high>
+        ("sum_grad_step", "float64"),  # of arm q_weights: <dW of the arm, w - Q(w)>, and the step's norm; else null
+        ("sum_step2", "float64"),
     ),
     # Hashes of some rows of each weight, by the trainer and by an engine that serves: see
     # mxprobe.agent.engines.fingerprints. Joined by time and module.
@@ -367,7 +372,9 @@ TABLES: dict[str, Columns] = {
         ("layer", "dict"),
         ("depth", "int32"),  # 0 for the first block
         # generation_training: prompt tokens, at the prefill of a generation and in the training forward. The floors,
-        # of a replay: the batch put together otherwise, with every Linear exact (floor) and as it runs (floor_own)
+        # of a replay: the batch put together otherwise, with every Linear exact (floor) and as it runs (floor_own).
+        # injected, propagated, error: of a replay's arm q, `layer` a Linear and its output in the stream's place: see
+        # mxprobe.agent.replay.representation
         ("comparison", "dict"),
         ("n_tokens", "int64"),
         ("ref2", "float64"),  # sum over tokens of |s|^2, s a random projection of the stream

@@ -13,9 +13,19 @@
                    alone could mend; .01, .05, .1 where it is spread evenly (channel residual; QUADS)
     sparse_1, sparse_5, sparse_10
                    part of ||e||^2 in the 1, 5, 10 % of each row's elements with most of it: what a sparse residual
-                   kept beside the row could mend (HiFloat4 RL)
+                   kept beside the row could mend (HiFloat4 RL, arXiv 2607.26515)
     transposition  of w_dgrad: ||Q_row(W) - Q_col(W)|| / ||W||, the forward's blocks against those of dX = G W, on the
                    elements measured along both axes (transposition-invariant blocks); .04 to .075 on Gaussian weights
+
+    snr_db, injected, propagated
+                   of each Linear's output when all Linears round: 10 log10 ||y||^2 / ||error||^2 in dB, and the
+                   parts of ||y||^2 that its own rounding and the layers before it add; the two overlap, so that they
+                   do not sum to the error (signal-noise view). Measured by replays:
+                   `mxprobe.agent.replay.representation`
+    basin_cosine   cos(gradient at w = Q(w), w - Q(w)): below 0 a descent step from Q(w) leads back towards w (QAT
+                   basin, arXiv 2606.09012). Of replays, with the gradient at the policy that the run had
+    relative_drift Y / X: mean |p_rollout - p_train| of sampled tokens in the last quarter of the measured steps over
+                   that in the first (ACRL)
 
 Oscillation (TetraJet) is in `updates`, gradient and KL effects in `replays`. Sums are added first, divided last; the
 channels of `coverage` are ranked anew in each probed step.
@@ -29,7 +39,10 @@ import pandas as pd
 
 from mxprobe.schema import CODE_BINS, Role
 
+from .rollouts import of_one_source
+
 N_VALUES = 15
+MIN_DRIFT_STEPS = 8
 _KEYS = ("module", "role", "phase")
 Array = npt.NDArray[np.float64]
 
@@ -104,3 +117,39 @@ def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFram
             "transposition": np.sqrt(s["sum_transposed2"] / s["sum_tile2"].where(s["sum_tile2"] > 0)),
         }
     ).reset_index()
+
+
+def representations(layers: pd.DataFrame) -> pd.DataFrame:
+    """Columns `module`, `snr_db`, `injected`, `propagated` per Linear of a `layers` frame, in order of the calls."""
+    kinds = layers["comparison"].astype(str)
+    rows = layers[kinds.isin(("injected", "propagated", "error"))].assign(kind=kinds)
+    grouped = rows.groupby([rows["layer"].astype(str), "kind"], sort=False)[["ref2", "diff2"]].sum()
+    part = (grouped["diff2"] / grouped["ref2"].where(grouped["ref2"] > 0)).unstack("kind")
+    depth = rows.groupby(rows["layer"].astype(str))["depth"].min().sort_values(kind="stable")
+    part = part.reindex(index=depth.index, columns=["injected", "propagated", "error"])
+    values = {"snr_db": -10.0 * np.log10(part["error"].where(part["error"] > 0))}
+    found = pd.DataFrame({**values, "injected": part["injected"], "propagated": part["propagated"]})
+    return found.rename_axis("module").reset_index()
+
+
+def basin_cosines(replay_gradients: pd.DataFrame) -> pd.DataFrame:
+    """Columns `module`, `basin_cosine` of a `replay_gradients` frame; empty without the arm `q_weights`."""
+    rows = replay_gradients[(replay_gradients["arm"].astype(str) == "q_weights").to_numpy()]
+    names = ["ref2", "err2", "ref_err", "sum_grad_step", "sum_step2"]
+    s = rows.groupby(rows["module"].astype(str), sort=False)[names].sum(min_count=1).astype(float)
+    sizes = (s["ref2"] + s["err2"] + 2.0 * s["ref_err"]) * s["sum_step2"]
+    return (s["sum_grad_step"] / np.sqrt(sizes.where(sizes > 0))).rename("basin_cosine").reset_index()
+
+
+def relative_drift(rollouts: pd.DataFrame) -> tuple[float, float]:
+    """(X, Y): mean |p_rollout - p_train| per token in the first and in the last quarter of the steps of a `rollouts`
+    frame, all tokens of one source; NaN with fewer than `MIN_DRIFT_STEPS` steps."""
+    rows = of_one_source(rollouts)
+    rows = rows[(rows["stratum"].astype(str) == "all").to_numpy()]
+    steps = rows.groupby("step", sort=True)[["sum_abs_dp", "n_tokens"]].sum()
+    steps = steps[steps["n_tokens"] > 0]
+    if len(steps) < MIN_DRIFT_STEPS:
+        return float("nan"), float("nan")
+    quarter = len(steps) // 4
+    first, last = (part.sum() for part in (steps.iloc[:quarter], steps.iloc[-quarter:]))
+    return float(first["sum_abs_dp"] / first["n_tokens"]), float(last["sum_abs_dp"] / last["n_tokens"])

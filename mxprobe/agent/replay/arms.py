@@ -6,6 +6,7 @@
     qstar_dz    Q*(x) with the deadzone D restored: x where Q*(x) = 0
     noise       x + Gaussian noise of the energy of Q(x) - x, row by row: is it the error's structure or its size?
     flip        x - (Q(x) - x): the error with the other sign
+    q_weights   the model at w = Q(w): exact products of rounded weights, forwards and backwards
     mxfp8, nvfp4, of:0.5, mbs:128, ...    any correction of `mxprobe_kernels.formats`
 
 The sequential split of a metric M (KL to `high`) adds up to 1, which effects of single components do not, because
@@ -19,6 +20,9 @@ random state: differences are paired.
 Given the gradient of the run's loss at the policy, each arm runs backwards from it as well, all six operands of a
 Linear rounded as the arm says (`backward`): what rounding does to every weight gradient, of which the same split and
 controls are taken. The gradient at the policy is the run's in every arm. No parameter's `.grad` is touched.
+
+`q_weights` is another point, not another arithmetic: with it come L(Q(w)) - L(w) and <grad L at Q(w), w - Q(w)>, which
+say whether Q(w) has left the basin of w and whether a straight-through step leads back (arXiv 2606.09012).
 """
 
 from __future__ import annotations
@@ -44,12 +48,14 @@ from mxprobe.agent.replay.policy import (
     find_policy,
     given_tokens,
 )
+from mxprobe.agent.replay.representation import Outputs, Representation
 from mxprobe.schema import DEFAULT_ARMS, Role
 from mxprobe_kernels.formats import Correction
 
 HIGH = "high"
 SEQUENCE = ("q", "qstar", "qstar_dz")
 CONTROLS = ("noise", "flip")
+Q_WEIGHTS = "q_weights"
 EXACT, K3 = "exact", "k3"
 MAX_REFERENCE = 1 << 26
 """Elements of the reference log-probabilities that are kept; samples over it are left out."""
@@ -66,12 +72,14 @@ def quantizer(arm: str, *, format: str = "mxfp4", rule: str = "rceil") -> Quanti
     """The arm's effect on an operand. ValueError for an unknown arm, naming the known ones."""
     if arm == HIGH:
         return lambda x, seed: x.float()
+    if arm == Q_WEIGHTS:
+        return quantizer("q", format=format, rule=rule)
     if arm in SEQUENCE or arm in CONTROLS:
         return lambda x, seed: _from_fields(arm, x, seed, format, rule)
     try:
         correction = Correction.parse(arm)
     except ValueError as error:
-        known = ", ".join(dict.fromkeys((*DEFAULT_ARMS, *SEQUENCE, *CONTROLS)))
+        known = ", ".join(dict.fromkeys((*DEFAULT_ARMS, *SEQUENCE, *CONTROLS, Q_WEIGHTS)))
         raise ValueError(f"unknown arm {arm!r}: arms are {known}, or a correction ({error})") from None
     return lambda x, seed: mxprobe_kernels.apply_correction(x, correction, rule=rule)
 
@@ -102,12 +110,13 @@ def arm_product(
     only: Collection[tuple[str, Role]] | None = None,
     seed: int = 0,
     gradients: WeightGradients | None = None,
+    at: Quantize | None = None,
 ) -> Product:
     """The product of a Linear under an arm: Q(x) Q(W)^T + b, float32, returned in the layer's own dtype.
 
     only: the (module, role) whose operands the arm changes; all if None. W's control noise depends on the module and
     `seed` alone: the error of W is a fixed bias, so its control is frozen too. gradients: where the weight gradients
-    of trained modules go in a backward pass for its anchors.
+    of trained modules go in a backward pass for its anchors. at: what the weights themselves become, in every product.
     """
     weights: dict[str, torch.Tensor] = {}
 
@@ -121,7 +130,12 @@ def arm_product(
         w, bias = module.weight.detach(), _detached(module.bias)
         if name not in weights:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                weights[name] = rounds(Role.W_FWD, w)
+                moves = at is not None and (only is None or (name, Role.W_FWD) in only)
+                weights[name] = at(w, noise_seed) if at is not None and moves else rounds(Role.W_FWD, w)
+                if at is not None and gradients is not None:
+                    gradients.keep_step(name, w - weights[name])
+        if at is not None:
+            w = weights[name]
         wanted = gradients if gradients is not None and module.weight.requires_grad else None
         anchor = None
         if wanted is not None and torch.is_grad_enabled():
@@ -153,6 +167,14 @@ class Reference(NamedTuple):
     loss: torch.Tensor | None
 
 
+_VALUES = (
+    *("n_tokens", "sum_kl", "sum_log_prob_shift", "sum_log_prob_shift2"),
+    *("sum_entropy_shift", "loss_shift", "policy_loss_shift"),
+)
+_GRADIENT_VALUES = ("ref2", "err2", "ref_err", "sum_grad_step", "sum_step2")
+_NO_POINT: Row = {"sum_grad_step": None, "sum_step2": None}
+
+
 class Arm(NamedTuple):
     """One arm's sums over the counted tokens, on the device until `row`."""
 
@@ -160,14 +182,16 @@ class Arm(NamedTuple):
     estimator: str
     """`exact` from logits, `k3` (exp d - 1 - d, d = log p_arm - log p_high of the run's tokens) otherwise."""
     values: torch.Tensor
-    """float64 [6]: n_tokens, KL(high || arm), d, d^2, entropy - entropy of high, loss - loss of high."""
+    """float64 [7]: n_tokens, KL(high || arm), d, d^2, entropy - entropy of high, loss - loss of high, and that of the
+    run's own loss, to first order in the policy."""
     gradients: tuple[GradientSums, ...] = ()
     """Per module; none where the gradient at the policy is not known or does not reach the Linears."""
+    representation: Representation | None = None
+    """Of arm `q`."""
 
     def row(self) -> Row:
         """A row of table `replays` without when; copies from the device, which waits for it."""
-        names = ("n_tokens", "sum_kl", "sum_log_prob_shift", "sum_log_prob_shift2", "sum_entropy_shift", "loss_shift")
-        return {"arm": self.name, "estimator": self.estimator, **dict(zip(names, self.values.tolist()))}
+        return {"arm": self.name, "estimator": self.estimator, **dict(zip(_VALUES, self.values.tolist()))}
 
     def gradient_rows(self) -> Iterator[Row]:
         """Rows of table `replay_gradients` without when; one copy from the device."""
@@ -176,7 +200,7 @@ class Arm(NamedTuple):
         values = torch.stack([each.values.cpu() for each in self.gradients]).tolist()
         for (module, sampled_frac, _), sums in zip(self.gradients, values):
             shared = {"arm": self.name, "module": module, "sampled_frac": sampled_frac}
-            yield {**shared, **dict(zip(("ref2", "err2", "ref_err"), sums))}
+            yield {**shared, **_NO_POINT, **dict(zip(_GRADIENT_VALUES, sums))}
 
 
 def replay_arms(
@@ -199,14 +223,23 @@ def replay_arms(
     """
     quantizers = {arm: quantizer(arm, format=format, rule=rule) for arm in arms}
     high = None if gradient is None else WeightGradients(modules)
-    output = run_arm(call, modules, arm_product(quantizer(HIGH), gradients=high), gradient, high)
+    product, outputs = arm_product(quantizer(HIGH), gradients=high), Outputs(modules)
+    product = outputs.of(product) if "q" in arms else product
+    output = run_arm(call, modules, product, gradient, high)
     reference = _reference(call, output, mask, seed)
+    estimator = EXACT if reference.log_probs is not None else K3
     for arm, quantize in quantizers.items():
         found = None if high is None or not high.of else WeightGradients(modules)
-        product = arm_product(quantize, only=only, seed=seed, gradients=found)
+        how: dict[str, Any] = {"only": only, "seed": seed, "gradients": found}
+        at = quantize if arm == Q_WEIGHTS else None
+        product = arm_product(quantize if at is None else quantizer(HIGH), at=at, **how)
+        representation = Representation(outputs) if arm == "q" else None
+        product = product if representation is None else representation.of(product)
         output = run_arm(call, modules, product, gradient, found)
         sums = () if found is None or high is None else tuple(found.against(high, modules))
-        yield Arm(arm, EXACT if reference.log_probs is not None else K3, _compare(reference, output), sums)
+        if representation is not None:
+            representation.close()
+        yield Arm(arm, estimator, _compare(reference, output, gradient), sums, representation)
 
 
 def run_arm(
@@ -263,23 +296,30 @@ def _reference(call: Call, output: PolicyOutput, mask: torch.Tensor | None, seed
 
 
 @torch.no_grad()
-def _compare(reference: Reference, output: PolicyOutput) -> torch.Tensor:
+def _compare(reference: Reference, output: PolicyOutput, gradient: PolicyGradient | None) -> torch.Tensor:
     n, counted = reference.samples, reference.counted
     unknown = torch.full_like(counted, float("nan"))
     entropy: torch.Tensor | None
     if reference.log_probs is not None and output.logits is not None and reference.tokens is not None:
         log_probs = torch.log_softmax(output.logits[:n].float(), -1)
+        moved = log_probs - reference.log_probs
         kl = exact_kl(reference.log_probs, log_probs)
         shift = chosen(log_probs, reference.tokens) - reference.of_tokens
         entropy = entropy_of(log_probs)
     else:
-        shift = output.tensor[:n].float() - reference.of_tokens
+        moved = shift = output.tensor[:n].float() - reference.of_tokens
         kl = shift.double().expm1() - shift.double()
         entropy = None if output.entropy is None else output.entropy[:n].float()
     entropy_shift = unknown if entropy is None or reference.entropy is None else entropy - reference.entropy
     sums = [(counted.double() * each.double()).sum() for each in (kl, shift, shift.square(), entropy_shift)]
     loss = unknown.sum() if output.loss is None or reference.loss is None else output.loss - reference.loss
-    return torch.stack((counted.sum().double(), *sums, loss.double().reshape(())))
+    policy_loss = unknown.sum().double()
+    if gradient is not None and n == output.tensor.shape[0]:
+        # By log-probabilities in place of logits: the same for every loss of them, whose gradient sums to 0 over V.
+        pairs = ((gradient.tensor, moved), (gradient.entropy, entropy_shift))
+        parts = [torch.where(g != 0, g * d, 0.0).sum(dtype=torch.float64) for g, d in pairs if g is not None]
+        policy_loss = torch.stack(parts).sum() if parts else policy_loss
+    return torch.stack((counted.sum().double(), *sums, loss.double().reshape(()), policy_loss))
 
 
 def exact_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ class GradientSums(NamedTuple):
     module: str
     sampled_frac: float
     values: torch.Tensor
-    """float64 [3]: ||dW_high||^2, ||D||^2, <dW_high, D>."""
+    """float64 [3]: ||dW_high||^2, ||D||^2, <dW_high, D>; of an arm at w = Q(w) [5], with <dW_arm, w - Q(w)> and
+    ||w - Q(w)||^2."""
 
 
 class WeightGradients:
@@ -48,6 +49,7 @@ class WeightGradients:
         width = sum(module.in_features for module in modules.values())
         self._n_features = max(max_elements // max(width, 1), MIN_FEATURES)
         self._anchors: dict[torch.device, torch.Tensor] = {}
+        self._steps: dict[str, torch.Tensor] = {}
 
     @property
     def anchors(self) -> list[torch.Tensor]:
@@ -69,13 +71,20 @@ class WeightGradients:
         before = self.of.get(name)
         self.of[name] = gradient if before is None else before + gradient
 
+    def keep_step(self, name: str, step: torch.Tensor) -> None:
+        """w - Q(w) [O, K] of an arm at w = Q(w)."""
+        self._steps[name] = take(step, self.features(step.shape[0], step.device))
+
     def against(self, high: WeightGradients, modules: Mapping[str, nn.Linear]) -> Iterator[GradientSums]:
         """Sums per module that has a gradient in both; stays on the device."""
         for name, reference in high.of.items():
             if name in self.of:
                 g, d = reference.double(), self.of[name].double() - reference.double()
-                values = torch.stack(((g * g).sum(), (d * d).sum(), (g * d).sum()))
-                yield GradientSums(name, reference.shape[0] / modules[name].out_features, values)
+                sums = [(g * g).sum(), (d * d).sum(), (g * d).sum()]
+                if name in self._steps:
+                    step = self._steps[name].double()
+                    sums += [((g + d) * step).sum(), (step * step).sum()]
+                yield GradientSums(name, reference.shape[0] / modules[name].out_features, torch.stack(sums))
 
 
 class Layer(NamedTuple):

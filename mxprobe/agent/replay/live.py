@@ -297,9 +297,10 @@ class Replays:
                 found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
             measured = [*arms, floor.arm] if floor is not None else arms
             found += [("replays", {**when, "n_modules": len(self._modules), **arm.row()}) for arm in measured]
-            if floor is not None:
-                at = {name: when[name] for name in ("step", "micro_step", "time_ns")}
-                found += [("layers", {**at, **row}) for row in floor.rows()]
+            at = {name: when[name] for name in ("step", "micro_step", "time_ns")}
+            for each in (floor, *(arm.representation for arm in arms)):
+                if each is not None:
+                    found += [("layers", {**at, **row}) for row in each.rows()]
             found += [("replay_gradients", {**when, **row}) for arm in arms for row in arm.gradient_rows()]
             found += [("gradient_probes", {**when, **row}) for row in probes]
             return found

@@ -141,4 +141,4 @@ def _policy_floor(call: Call, high: PolicyOutput, other: PolicyOutput, mask: tor
         shift = other.tensor[:n].double() - high.tensor.double()
         kl, estimator = shift.expm1() - shift, K3
     sums = [(counted.double() * each.double()).sum() for each in (kl, shift, shift.square(), entropy_shift)]
-    return Arm(FLOOR, estimator, torch.stack((counted.sum().double(), *sums, sums[0].new_tensor(float("nan")))))
+    return Arm(FLOOR, estimator, torch.stack((counted.sum().double(), *sums, *sums[0].new_full((2,), float("nan")))))
