@@ -132,17 +132,26 @@ class LayerNormMLP(_Norm):
 
 @pretend("transformer_engine.pytorch.module.grouped_linear")
 class GroupedLinear(_TransformerEngine):
-    """transformer-engine 2.20.2, transformer_engine/pytorch/module/grouped_linear.py."""
+    """transformer-engine 2.20.2, transformer_engine/pytorch/module/grouped_linear.py; `m_splits` may be a tensor."""
 
-    def __init__(self, num_gemms: int, in_features: int, out_features: int) -> None:
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, *, bias: bool = False, return_bias: bool = False
+    ) -> None:
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.apply_bias, self.return_bias = bias and not return_bias, return_bias
         for i in range(num_gemms):
             self.register_parameter(f"weight{i}", nn.Parameter(torch.randn(out_features, in_features)))
+            if bias:
+                self.register_parameter(f"bias{i}", nn.Parameter(torch.randn(out_features)))
 
-    def forward(self, inp: torch.Tensor, m_splits: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        parts = inp.split(m_splits.tolist())
-        return torch.cat([F.linear(x, getattr(self, f"weight{i}")) for i, x in enumerate(parts)])
+    def forward(self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
+        sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits
+        biases = [getattr(self, f"bias{i}", None) for i in range(self.num_gemms)]
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        added = biases if self.apply_bias else [None] * self.num_gemms
+        out = torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(sizes), weights, added, strict=True)])
+        return (out, biases) if self.return_bias else out
 
 
 @pretend("megatron.core.tensor_parallel.layers")

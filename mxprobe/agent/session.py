@@ -40,6 +40,7 @@ from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.ledger import Ledger
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.moe.capture import ExpertsProbe
+from mxprobe.agent.moe.numbers import first_experts
 from mxprobe.agent.moe.routers import probe_of
 from mxprobe.agent.moe.structure import is_router
 from mxprobe.agent.moe.versions import copy_expert_versions
@@ -293,13 +294,14 @@ class Session:
         self._watch.forget()  # it held the roots
         config = self._config
         self._entries = take_inventory(roots, config.layers)
-        group = token_group(roots)
+        group, first_expert = token_group(roots), first_experts(roots)
         for detail in find_misfits(self._entries):
             self._ledger.on_event("coverage", detail)
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         for entry in self._entries:
             if entry.selected:
-                probe = probe_of(entry.module, every_expert=config.experts < 0)
+                first = first_expert.get(id(entry.module), 0)
+                probe = probe_of(entry.module, every_expert=config.experts < 0, first_expert=first)
                 self._probes[entry.name] = probe(
                     entry.name,
                     entry.module,

@@ -109,15 +109,6 @@ def test_layer_norm_mlp_shows_its_first_gemm_and_says_what_it_hides():
     assert rows["0.fc2"]["status"] == "not_called"
 
 
-def test_grouped_experts_are_recognised_and_said_not_to_be_measured():
-    (entry,) = take_inventory([nn.Sequential(upstream.GroupedLinear(4, K, OUT))], ["*"])
-    (row,) = module_rows([entry], {})
-    assert not entry.selected
-    assert (row["status"], row["shape"]) == ("not_called", [OUT, K])
-    assert row["reason"].startswith("4 experts in one grouped GEMM")
-    assert row["gemm_flops"] == 2.0 * OUT * K
-
-
 def test_a_weight_given_to_the_call_is_the_weight():
     module = upstream.ColumnParallelLinear(K, OUT, bias=False)
     tied = nn.Parameter(torch.randn(OUT, K))
@@ -166,6 +157,7 @@ def test_every_family_is_recognised_by_package_and_class():
         upstream.Linear(K, OUT),
         upstream.LayerNormLinear(K, OUT),
         upstream.LayerNormMLP(K, OUT),
+        upstream.GroupedLinear(2, K, OUT),
         upstream.ColumnParallelLinear(K, OUT),
         upstream.RowParallelLinear(K, OUT),
         upstream.QATLinear(K, OUT),

@@ -1,11 +1,11 @@
-"""TransformerEngine's `Linear`, `LayerNormLinear` and `LayerNormMLP`. Not verified on a GPU.
+"""TransformerEngine's `Linear`, `LayerNormLinear`, `LayerNormMLP` and `GroupedLinear`. Not verified on a GPU.
 
     module            X                    y, G             not seen
     Linear            its input            its output
     LayerNormLinear   norm(its input)      its output
     LayerNormMLP fc1  norm(its input)      -                y and G: inside the fused module
     LayerNormMLP fc2  -                    its output       X: the activation is inside the fused module
-    GroupedLinear     -                    -                all of it
+    GroupedLinear     rows of its input    of its output    (of each expert: see `mxprobe.agent.moe.grouped`)
 
 norm(x) is computed again on the sampled rows:
 
@@ -158,7 +158,7 @@ class LayerNormMLPAdapter(Adapter):
 
 
 class GroupedLinearAdapter(Adapter):
-    """Recognised, so that its share of the work is known; its experts are not measured."""
+    """E experts in one call, rows of each behind one another; (output, biases) where it returns its biases."""
 
     family = "TransformerEngine GroupedLinear"
     signatures = (
@@ -167,16 +167,43 @@ class GroupedLinearAdapter(Adapter):
             "GroupedLinear",
             VERSION,
             ("inp", "m_splits", "is_first_microbatch"),
-            ("num_gemms", "in_features", "out_features"),
+            ("num_gemms", "in_features", "out_features", "apply_bias", "parallel_mode", *_PARALLEL),
         ),
     )
 
-    def parts(self, module: nn.Module) -> tuple[str, ...]:
-        return ()
+    def shape(self, module: nn.Module, part: str) -> tuple[int, int]:
+        return held(module, "out_features"), held(module, "in_features")
 
-    def hidden(self, module: nn.Module) -> Mapping[str, tuple[tuple[int, int], str]]:
-        why = f"{held(module, 'num_gemms')} experts in one grouped GEMM, which is not taken apart"
-        return {"": ((held(module, "out_features"), held(module, "in_features")), why)}
+    def weight(self, module: nn.Module, part: str) -> Any:
+        return None  # one each of many experts
+
+    def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
+        return None
+
+    def read(
+        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> Reading | Unread:
+        x = first_argument(args, kwargs, "inp")
+        y: Any = first_of(output)
+        if not (is_plain(x) and is_plain(y)):
+            return unreadable(x, y)
+        if held(module, "tp_size") > 1:
+            return "its experts are spread over tensor-parallel ranks"
+        if splits_of(args, kwargs) is None:
+            return "called without m_splits"
+        return Reading(x, y, y)
+
+
+def splits_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`m_splits` of a call of GroupedLinear: E numbers of rows, a list or a tensor."""
+    return args[1] if len(args) > 1 else kwargs.get("m_splits")
+
+
+def experts_of_grouped(module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
+    """W_e [O, K] of each expert in high precision, and b_e [O] that y contains; no bias: an empty list."""
+    n = held(module, "num_gemms")
+    biases = [held(module, f"bias{e}") for e in range(n)] if held(module, "apply_bias") else []
+    return [master(held(module, f"weight{e}")) for e in range(n)], biases
 
 
 def master(weight: Any) -> Any:

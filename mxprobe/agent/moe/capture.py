@@ -20,6 +20,7 @@ from mxprobe.agent.guard import in_backward, is_off_limits, is_plain, undisturbe
 from mxprobe.agent.hooks import ModuleProbe, own_tensor
 from mxprobe.agent.inventory import has_fused_path, is_compiled
 from mxprobe.agent.moe.gemms import Gemm, GemmWatch
+from mxprobe.agent.moe.numbers import own_experts
 from mxprobe.agent.moe.snapshot import (
     CPU_ELEMENTS,
     DEVICE_ELEMENTS,
@@ -36,9 +37,15 @@ from mxprobe.schema import Phase
 class ExpertsProbe(ModuleProbe):
     """Watches the GEMMs by one parameter (`part`) that holds the matrices of several experts (see `structure`)."""
 
-    def __init__(self, name: str, module: nn.Module, *, every_expert: bool, **options: Any) -> None:
-        """`every_expert`: measure all of them at each probed step. The other options are those of `ModuleProbe`."""
+    def __init__(
+        self, name: str, module: nn.Module, *, every_expert: bool, first_expert: int = 0, **options: Any
+    ) -> None:
+        """`every_expert`: measure all of them at each probed step; `first_expert`: the number of the first one held.
+
+        The other options are those of `ModuleProbe`.
+        """
         self._every_expert = every_expert
+        self._first_expert = first_expert
         self.is_flipped: bool | None = None
         """The parameter is [E, K, O]; None until a GEMM was seen."""
         self._pre_handle: Any = None
@@ -113,10 +120,11 @@ class ExpertsProbe(ModuleProbe):
         return not (in_backward() or self._train_seen or self._rollout_done)
 
     def _enter(self) -> None:
-        parameter = expert_parameters(self.module).get(self.part)
-        if parameter is None or not is_plain(parameter):
-            self.why_unread = "its weight is no plain tensor (sharded or quantized)"
+        own = own_experts(expert_parameters(self.module).get(self.part), self._first_expert)
+        if own is None:
+            self.why_unread = "its weight is no plain tensor (sharded within experts, or quantized)"
             return
+        parameter, first = own
         if any(is_compiled(each) for each in self.module.modules()):
             self.why_unread = "a part of it runs inside torch.compile, and would be compiled anew under a function mode"
             return
@@ -133,7 +141,7 @@ class ExpertsProbe(ModuleProbe):
         )
         self._watch = GemmWatch(
             {self.part: parameter},
-            lambda gemm: self._on_gemm(snapshot, parameter.detach(), gemm),
+            lambda gemm: self._on_gemm(snapshot, parameter.detach(), first, gemm),
             lambda error: self._guard.swallow(f"watching the GEMMs of {self.name}", error),
         )
         if self.armed:
@@ -160,24 +168,25 @@ class ExpertsProbe(ModuleProbe):
         super()._forward_hook(module, args, kwargs, output)
         self._filling = None
 
-    def _on_gemm(self, snapshot: ExpertsSnapshot, parameter: torch.Tensor, gemm: Gemm) -> None:
+    def _on_gemm(self, snapshot: ExpertsSnapshot, parameter: torch.Tensor, first: int, gemm: Gemm) -> None:
         """In the training thread, right after the product."""
         started = time.perf_counter_ns()
         if is_plain(gemm.x) and is_plain(gemm.output):
             with undisturbed(gemm.x.device.type):
-                piece = self._copy(snapshot, parameter, gemm)
+                piece = self._copy(snapshot, parameter, first, gemm)
             if piece is not None and gemm.output.requires_grad:
                 self._missing += 1
                 own_tensor(gemm.output).register_hook(self._product_hook(snapshot, piece, gemm))
         self._clock.hook_ns += time.perf_counter_ns() - started
 
-    def _copy(self, snapshot: ExpertsSnapshot, parameter: torch.Tensor, gemm: Gemm) -> Piece | None:
+    def _copy(self, snapshot: ExpertsSnapshot, parameter: torch.Tensor, first: int, gemm: Gemm) -> Piece | None:
         weight = parameter.mT if self._flipped(parameter, gemm) else parameter
         if weight.shape[1:] != (gemm.n_features, gemm.x.shape[-1]):
             self.withheld = "some of its products are by a part of the matrix, and are not measured"
             return None
         if snapshot.layout is None:
-            snapshot.layout = Layout.plan(weight, every=self._every_expert, seed=seed_of(self._clock.step, self.name))
+            seed = seed_of(self._clock.step, self.name)
+            snapshot.layout = Layout.plan(weight, every=self._every_expert, seed=seed, first=first)
             snapshot.dtype = gemm.output.dtype
         snapshot.n_rows += gemm.x.shape[0]
         snapshot.n_seen += gemm.expert is not None and gemm.x.shape[0] > 0

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from mxprobe.agent.adapters.adapter import Reading
+from mxprobe.agent.adapters.table import adapter_of
+from mxprobe.agent.adapters.transformer_engine import GroupedLinearAdapter
 from mxprobe.agent.guard import undisturbed
 from mxprobe.agent.hooks import ModuleProbe
 from mxprobe.agent.moe.adapters import chosen_of
 from mxprobe.agent.moe.capture import ExpertsProbe
+from mxprobe.agent.moe.grouped import GroupedProbe
 from mxprobe.agent.moe.structure import expert_parameters, is_router
 from mxprobe.agent.sampling import take
 from mxprobe.agent.snapshot import Snapshot
@@ -42,10 +45,12 @@ class RouterProbe(ModuleProbe):
         return snapshot
 
 
-def probe_of(module: nn.Module, *, every_expert: bool) -> Callable[..., ModuleProbe]:
+def probe_of(module: nn.Module, *, every_expert: bool, first_expert: int = 0) -> Callable[..., ModuleProbe]:
     """What watches the module: called with the arguments of `ModuleProbe`."""
+    if isinstance(adapter_of(module), GroupedLinearAdapter):
+        return partial(GroupedProbe, every_expert=every_expert, first_expert=first_expert)
     if expert_parameters(module):
-        return partial(ExpertsProbe, every_expert=every_expert)
+        return partial(ExpertsProbe, every_expert=every_expert, first_expert=first_expert)
     return RouterProbe if is_router(module) else ModuleProbe
 
 

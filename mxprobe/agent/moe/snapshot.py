@@ -39,9 +39,11 @@ class Layout(NamedTuple):
     in_index: torch.Tensor | None
     """[K_s]"""
     seed: int
+    first: int = 0
+    """Number in the whole model of the first of the E experts of this rank."""
 
     @classmethod
-    def plan(cls, weight: torch.Tensor, *, every: bool, seed: int) -> Layout:
+    def plan(cls, weight: torch.Tensor, *, every: bool, seed: int, first: int = 0) -> Layout:
         """For weight [E, O, K]; `every`: all experts, whatever they cost."""
         n_experts, out_features, in_features = weight.shape
         device = weight.device
@@ -64,6 +66,7 @@ class Layout(NamedTuple):
             out_index=sample_tiles(out_features, limit, seed=seed, device=device),
             in_index=sample_tiles(in_features, limit_in, seed=seed + 1, device=device),
             seed=seed,
+            first=first,
         )
 
 
@@ -72,6 +75,7 @@ class Piece:
     """One GEMM's rows, for the experts that are measured: E_p of them, one where the run loops over experts."""
 
     experts: tuple[int, ...]
+    """By their number on this rank."""
     counts: torch.Tensor
     """int64 [E_p]: rows each was sent."""
     index: torch.Tensor
@@ -124,15 +128,26 @@ class ExpertsSnapshot(Moment):
         """One of the copies: it tells the device."""
         return self.pieces[0].x
 
+    def add_gradient(self, gradient: torch.Tensor) -> None:
+        """Of the loss by what a single call over all experts returned, [..., O]."""
+        for piece in self.pieces:
+            piece.add_gradient(gradient.reshape(-1, gradient.shape[-1]))
+
     def mark_ready(self) -> None:
         """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
         self.ready = event_now(self.x.device)
 
 
-def copy_gemm(gemm: Gemm, layout: Layout, weight: torch.Tensor) -> tuple[Piece, torch.Tensor | None] | None:
+def copy_gemm(
+    gemm: Gemm,
+    layout: Layout,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+) -> tuple[Piece, torch.Tensor | None] | None:
     """The copies, and the rows of each expert (int64 [E]) where the call had them all; None: of no expert measured.
 
-    weight [E, O, K] is the parameter's own, whatever copy of it the GEMM was given.
+    weight [E, O, K], or E of [O, K], is the parameter's own, whatever copy of it the GEMM was given; `biases`: E of
+    [O] that y contains, beside the one of `gemm`.
     """
     device = gemm.x.device
     if gemm.expert is not None:
@@ -144,7 +159,7 @@ def copy_gemm(gemm: Gemm, layout: Layout, weight: torch.Tensor) -> tuple[Piece, 
         w, chosen = weight[gemm.expert : gemm.expert + 1], None
     else:
         experts = layout.experts
-        chosen = _on_device(experts, device)
+        chosen = on_device(experts, device)
         every, order = _counts(gemm, layout.n_experts)
         counts = every.index_select(0, chosen)
         starts = (every.cumsum(0) - every).index_select(0, chosen)
@@ -155,6 +170,15 @@ def copy_gemm(gemm: Gemm, layout: Layout, weight: torch.Tensor) -> tuple[Piece, 
         index = order.index_select(0, index)
     y = gemm.rows_of(gemm.output.detach())
     bias = gemm.bias
+    if bias is not None:
+        bias = take(bias, layout.out_index).expand(len(experts), -1)
+    elif biases:
+        bias = torch.stack([take(biases[e], layout.out_index) for e in experts])
+    if isinstance(w, torch.Tensor):
+        weight_rows, weight_columns = _cut(w, chosen, layout.out_index, dim=1), _cut(w, chosen, layout.in_index, dim=2)
+    else:
+        weight_rows = torch.stack([take(w[e], layout.out_index) for e in experts])
+        weight_columns = torch.stack([take(w[e], layout.in_index, dim=1) for e in experts])
     piece = Piece(
         experts=experts,
         counts=counts,
@@ -162,14 +186,14 @@ def copy_gemm(gemm: Gemm, layout: Layout, weight: torch.Tensor) -> tuple[Piece, 
         valid=valid,
         x=_pick(gemm.x, index, valid),
         y=_pick(y if layout.out_index is None else y.index_select(1, layout.out_index), index, valid),
-        weight_rows=_cut(w, chosen, layout.out_index, dim=1),
-        weight_columns=_cut(w, chosen, layout.in_index, dim=2),
-        bias=None if bias is None else take(bias, layout.out_index).expand(len(experts), -1),
+        weight_rows=weight_rows,
+        weight_columns=weight_columns,
+        bias=bias,
     )
     return piece, every
 
 
-def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64, written by kernels: a copy from the host's memory waits for all that the device is at."""
     return torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in numbers])
 

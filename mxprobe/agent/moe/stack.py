@@ -16,7 +16,7 @@ from mxprobe.agent.sampling import TILE
 @dataclass
 class Stack:
     experts: list[int]
-    """Their numbers."""
+    """Their numbers in the whole model."""
     rows: list[int]
     """Tokens each was sent."""
     there: torch.Tensor
@@ -77,7 +77,7 @@ def stack(snapshot: ExpertsSnapshot) -> Stack | None:
     rows = [counts[i] for i in kept]
     measured = there.sum(1)
     return Stack(
-        experts=[experts[i] for i in kept],
+        experts=[layout.first + experts[i] for i in kept],
         rows=rows,
         there=there,
         x=x,
@@ -91,7 +91,7 @@ def stack(snapshot: ExpertsSnapshot) -> Stack | None:
         n_experts=layout.n_experts,
         n_called=called,
         n_one_token=sum(n == 1 for n in rows),
-        all_rows=snapshot.n_rows,
+        all_rows=snapshot.n_rows if every is None else int(every.sum()),
         n_rows=int(measured.sum()),
         n_tiles=int(((measured + TILE - 1) // TILE).sum()),
     )
