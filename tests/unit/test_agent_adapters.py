@@ -131,6 +131,20 @@ def test_modelopt_scales_x_before_it_rounds_it():
     torch.testing.assert_close(snapshot.x, x * scale)
 
 
+@pytest.mark.parametrize("rotate", [True, {"enable": True}, False, {"enable": False}])
+def test_modelopt_that_rotates_x_is_not_measured(rotate: Any):
+    module = upstream.QuantLinear(K, OUT)
+    module.input_quantizer._rotate = rotate
+    sent: list[Snapshot] = []
+    watched = probe(module, "", sent)
+    watched.arm()
+    module(torch.randn(8, K)).sum().backward()
+    watched.finish_step()
+    rotates = rotate is True or (isinstance(rotate, dict) and rotate["enable"])
+    assert watched.why_unread == ("its input quantizer rotates x before it rounds it" if rotates else "")
+    assert len(sent) == (not rotates)
+
+
 class _Quantized(torch.Tensor):
     """A parameter held in FP8, as `fp8_model_init` makes it: no plain tensor."""
 

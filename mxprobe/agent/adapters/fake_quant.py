@@ -65,8 +65,8 @@ class ModelOptAdapter(_SubclassAdapter):
         quantizer = held(module, "input_quantizer")
         if isinstance(reading, str) or not isinstance(quantizer, nn.Module):
             return reading
-        rotate = held(quantizer, "_rotate", False)
-        if getattr(rotate, "enable", rotate):
+        rotate: Any = held(quantizer, "_rotate", False)  # a bool, a configuration, in old checkpoints a dict
+        if rotate.get("enable", False) if isinstance(rotate, dict) else getattr(rotate, "enable", rotate):
             return "its input quantizer rotates x before it rounds it"
         scale = held(quantizer, "_pre_quant_scale")
         if scale is None or held(quantizer, "_enable_pre_quant_scale", True) is False:
