@@ -18,49 +18,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import standin_modules as megatron
+from tests.integration.parallel_models import (
+    FFN,
+    FUSED_WIDTH,
+    HIDDEN,
+    TOKENS,
+    Experts,
+    FusedModel,
+    Model,
+    values,
+)
 from tests.standin_controller import StandinController, agent_thread, controlled, wait_for
 
-TOKENS, HIDDEN, FFN = 128, 128, 128
 ROLES = 6
-
-
-def values(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Block(nn.Module):
-    """norm -> up -> gelu -> down, with a residual; `layer_idx` as transformers' blocks have it."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
-        self.up = nn.Linear(HIDDEN, FFN, bias=False, dtype=torch.float64)
-        self.down = nn.Linear(FFN, HIDDEN, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            self.up.weight.copy_(values(10 * layer_idx + 1, FFN, HIDDEN) / HIDDEN**0.5)
-            self.down.weight.copy_(values(10 * layer_idx + 2, HIDDEN, FFN) / FFN**0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    """Layers `first` to `last` of a model of two; all by default."""
-
-    def __init__(self, first: int = 0, last: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(i) for i in range(first, last))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def tokens(part: int = 0, of: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,81 +210,6 @@ class Pipeline(Plan):
             self.schedule.step(target=self.c)
 
 
-class Expert(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            self.up.weight.copy_(values(seed, HIDDEN, HIDDEN) / HIDDEN**0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x)
-
-
-class MoELayer(nn.Module):
-    """megatron-core 0.16.1's names: `local_expert_indices`, `experts.local_experts`, `layer_number` from 1.
-
-    Token t goes to expert t % 4; ranks of `group` hold the experts and add up what theirs give.
-    """
-
-    def __init__(self, layer_number: int, indices: list[int], group: Any = None) -> None:
-        super().__init__()
-        self.layer_number, self.local_expert_indices, self._group = layer_number, indices, group
-        self.experts = nn.Module()
-        self.experts.local_experts = nn.ModuleList(Expert(100 * layer_number + e) for e in indices)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        routed = torch.arange(x.shape[1]) % 4
-        given = x if self._group is None else _Copy.apply(x, self._group)
-        out = torch.zeros_like(x)
-        for index, expert in zip(self.local_expert_indices, self.experts.local_experts, strict=True):
-            mine = routed == index
-            out = out.index_add(1, mine.nonzero()[:, 0], expert(given[:, mine]))
-        return x + (out if self._group is None else _Sum.apply(out, self._group))
-
-
-class _Copy(torch.autograd.Function):
-    """x; backward, the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad = grads[0].clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks; backward, the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], None
-
-
-class Experts(nn.Module):
-    """Layers of the numbers given, with the experts given of each."""
-
-    def __init__(self, experts: list[int], numbers: list[int], group: Any = None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MoELayer(number, experts, group) for number in numbers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class ExpertsWhole(Plan):
     def __init__(self) -> None:
         self.x, self.c = tokens()
@@ -330,6 +229,24 @@ class ExpertParallel(Pipeline):
         return Experts([2 * rank, 2 * rank + 1], [self.stage + 1], mesh["ep"].get_group())
 
 
+class FusedWhole(Plan):
+    def __init__(self) -> None:
+        self.x, self.c = (t[..., :FUSED_WIDTH] for t in tokens())
+        self.model = FusedModel([0, 1])
+
+
+class FusedExpertParallel(Pipeline):
+    """As `ExpertParallel`, of experts held as one parameter: a DTensor sharded by experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.c = (t[..., :FUSED_WIDTH] for t in tokens())
+
+    def build(self) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "pp"))
+        return FusedModel([self.stage], mesh["ep"])
+
+
 class Unnumbered(Pipeline):
     """Stages whose models say nothing of their layers."""
 
@@ -344,7 +261,7 @@ PLANS: dict[str, type[Plan]] = {
     each.__name__: each
     for each in (
         *(Plan, DataParallel, TensorParallel, SequenceParallel, Megatron),
-        *(Pipeline, ExpertsWhole, ExpertParallel, Unnumbered),
+        *(Pipeline, ExpertsWhole, ExpertParallel, FusedWhole, FusedExpertParallel, Unnumbered),
     )
 }
 
@@ -386,7 +303,9 @@ def last_step(rows: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str,
     tensors = rows["tensors"]
     full = ROLES * len({row["module"] for row in tensors})
     step = max(step for step, n in Counter(row["step"] for row in tensors).items() if n == full)
-    kept = {name: [row for row in rows.get(name, []) if row["step"] == step] for name in ("tensors", "outputs")}
+    kept = {
+        name: [row for row in rows.get(name, []) if row["step"] == step] for name in ("tensors", "outputs", "experts")
+    }
     for row in (row for each in kept.values() for row in each):
         row["step"] = 0
     return {**kept, "modules": rows["modules"], "events": rows["events"]}
@@ -401,7 +320,9 @@ def main(names: list[str], rank: int, world: int, directory: Path) -> None:
         plan = PLANS[name]()
         with (
             tempfile.TemporaryDirectory() as scratch,
-            controlled(Path(scratch), every=1, weights_every=1, whatifs=(), sensitivity_every=0) as controller,
+            controlled(
+                Path(scratch), every=1, weights_every=1, whatifs=(), sensitivity_every=0, experts=-1
+            ) as controller,
             agent_thread(controller),
         ):
             wait_for(lambda: list(controller.frames), "no agent")

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from mxprobe.attribution.ratios import totals
-from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS
+from mxprobe.schema import COUNTS, ENERGY_SUMS, EXPERT_SUMS, OUTPUT_SUMS
 from tests.integration.parallel_ranks import ROLES
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,8 @@ SHARDED = ("DataParallel", "TensorParallel", "SequenceParallel", "Megatron", "Pi
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tables]:
     """All plans: four ranks together, and the whole model in one process."""
     directory = tmp_path_factory.mktemp("plans")
-    whole = run(["Plan", "ExpertsWhole"], 1, directory)
-    return {**whole, **run([*SHARDED, "ExpertParallel", "Unnumbered"], 4, directory)}
+    whole = run(["Plan", "ExpertsWhole", "FusedWhole"], 1, directory)
+    return {**whole, **run([*SHARDED, "ExpertParallel", "FusedExpertParallel", "Unnumbered"], 4, directory)}
 
 
 def sums(tensors: pd.DataFrame) -> pd.DataFrame:
@@ -120,6 +120,19 @@ def test_stages_and_experts_keep_their_layers_apart(plans: dict[str, Tables]):
     assert set(tables["module"]) == names
     assert set(reference["module"]) == names
     assert_equal(sums(tables), sums(reference), (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS))
+
+
+def test_experts_held_as_one_parameter_keep_their_number_and_add_up(plans: dict[str, Tables]):
+    parts, whole = plans["FusedExpertParallel"], plans["FusedWhole"]
+    names = {f"layers.{layer}.experts.{part}" for layer in range(2) for part in ("up_proj", "down_proj")}
+    assert set(parts["tensors"]["module"]) == names
+    assert_equal(sums(parts["tensors"]), sums(whole["tensors"]), (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS))
+    key = ["module", "role", "expert"]
+    columns = [name for name in EXPERT_SUMS if name != "n"]
+    found, wanted = (each["experts"].set_index(key).sort_index() for each in (parts, whole))
+    assert len(wanted) == len(names) * ROLES * 4
+    assert list(found.index) == list(wanted.index)  # each expert of each layer on one rank alone
+    np.testing.assert_allclose(found[columns].astype(float), wanted[columns].astype(float), rtol=TOLERANCE, atol=1e-9)
 
 
 def test_stages_that_number_no_layer_do_not_share_a_name(plans: dict[str, Tables]):
