@@ -56,13 +56,15 @@ class FlightTap:
     def watch(self, roots: Sequence[nn.Module], left_alone: set[int]) -> list[Any]:
         """Handles of the hooks; `left_alone` are ids of modules that must not be hooked."""
         self._parameters = list(_named_parameters(roots))
-        handles: list[Any] = []
+        leaves = [
+            (module, self._hook_of(name))
+            for name, module in named_modules(list(roots))
+            if id(module) not in left_alone and not any(True for _ in module.children())
+        ]
+        handles: list[Any] = [module.register_forward_hook(hook) for module, hook in leaves]
         for root in roots:
             handles.append(root.register_forward_pre_hook(self._on_enter))
             handles.append(root.register_forward_hook(self._on_leave, always_call=True))
-        for name, module in named_modules(list(roots)):
-            if id(module) not in left_alone and not any(True for _ in module.children()):
-                handles.append(module.register_forward_hook(self._hook_of(name)))
         return handles
 
     def finish(self, step: int) -> None:

@@ -119,10 +119,11 @@ class Session:
         self.worker = Worker(config, self._ledger.recorder, self.guard)  # a thread: nothing before it may fail any more
         self._ledger.worker = self.worker
         self._watch = RootWatch(self.guard.swallow)
-        self._eager.watch()
         try:
+            self._eager.watch()
             self._unwatch_steps = watch_steps(self._on_optimizer_step)
         except BaseException:
+            self._eager.leave()
             self._watch.close()
             self.worker.stop(0.0)
             raise
