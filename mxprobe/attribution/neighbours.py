@@ -80,7 +80,7 @@ def alignments(tensors: pd.DataFrame, modules: pd.DataFrame) -> pd.DataFrame:
     both = x.add_suffix("_x").join(w.add_suffix("_w"), how="inner").reset_index()
     named = zip(modules["module"].astype(str), modules["shape"], strict=True)
     shapes = {name: shape[1] for name, shape in named if _is_matrix(shape)}
-    both["d_in"] = both["module"].astype(str).map(shapes)
+    both["d_in"] = both["module"].astype(str).map(shapes).astype(float)
     found: list[pd.DataFrame] = []
     for role, own, met in ((Role.X_FWD, "x", "w"), (Role.W_FWD, "w", "x")):
         below = both[f"sum_e2_{own}"] * both[f"sum_x2_{met}"] / both["d_in"]

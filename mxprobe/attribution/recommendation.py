@@ -122,6 +122,24 @@ class Snippet:
 
 
 @dataclass(frozen=True)
+class PaperColumn:
+    """What a neighbouring paper measures: median, 10 % and 90 % quantile over `n` operands; None where withheld."""
+
+    name: str
+    definition: str
+    source: str
+    unit: str
+    median: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    largest: str = ""
+    """Where the value is largest."""
+    withheld: str = ""
+    """Why there is no value; "" where there is one."""
+
+
+@dataclass(frozen=True)
 class Recommendation:
     """Verdict, reasons and what to switch on."""
 
@@ -146,6 +164,8 @@ class Recommendation:
     """What keeping modules out of MXFP4 would buy, in BF16 and in MXFP8; empty without sensitivities."""
     updates: UpdateVisibility | None = None
     """Whether the optimizer's updates reach the quantized weights."""
+    neighbours: tuple[PaperColumn, ...] = ()
+    """What neighbouring papers measure, where it was asked for. The verdict does not use it."""
 
     @property
     def plain_words(self) -> str:

@@ -12,6 +12,7 @@ from mxprobe_kernels.formats import Rule
 
 from . import evidence, ratios, words
 from .agreement import resample_agreement, with_held_out_gains
+from .catalogue import catalogue
 from .coverage import coverage_of
 from .decision import Decision, decide
 from .devices import DEVICES
@@ -25,13 +26,16 @@ from .thresholds import Thresholds
 from .updates import update_visibility
 
 
-def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: str | None = None) -> Recommendation:
+def recommend(
+    trace: Trace, thresholds: Thresholds | None = None, *, framework: str | None = None, neighbours: bool = False
+) -> Recommendation:
     """Judge a trace by the order of science section 8.
 
     Args:
         trace: an open trace, complete or not.
         thresholds: gates to use in place of the defaults.
         framework: whose knob the snippet uses; by default the one found in the trace.
+        neighbours: whether to derive the columns of neighbouring papers too.
 
     Raises:
         UsageError: no snippets for that framework.
@@ -59,6 +63,7 @@ def recommend(trace: Trace, thresholds: Thresholds | None = None, *, framework: 
         caveats=tuple(_caveats(trace, measured, decision, thresholds)),
         exclusion=tuple(_exclusion(trace, _framework(trace, framework))),
         updates=update_visibility(trace.table("updates")),
+        neighbours=catalogue(trace) if neighbours else (),
     )
 
 

@@ -14,11 +14,14 @@ from mxprobe.errors import UsageError
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.table import Table
 
     from mxprobe.attribution import CorrectionScore, Recommendation
     from mxprobe.attribution.exclusion import ExclusionCurve
+    from mxprobe.attribution.recommendation import PaperColumn
 
 _KEY_EVIDENCE = ("log_prob", "mismatch", "weight_lag", "rule_mismatch", "realised_over_predicted", "component", "where")
 _SHORT_SNIPPET_LINES = 12
@@ -71,7 +74,7 @@ def command(
     thresholds = load(sections=("verdict",)).thresholds().replace(**dict(_parse(text) for text in overrides))
     if device is not None:
         thresholds = thresholds.replace(device=device)
-    recommendation = recommend(opened, thresholds, framework=framework)
+    recommendation = recommend(opened, thresholds, framework=framework, neighbours=as_json or explain)
     for problem in opened.problems:
         click.echo(f"note: {printable(problem)}", err=True)
     events = opened.events()
@@ -125,6 +128,8 @@ def show(
         if recommendation.updates is not None:
             out.print("\n[bold]Do updates reach the quantized weights?[/]")
             out.print(Padding(_escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
+        if recommendation.neighbours:
+            _show_neighbours(out, recommendation.neighbours)
         out.print("\n[bold]Caveats[/]")
         for caveat in recommendation.caveats:
             out.print(Padding(f"- {_escape(caveat)}", (0, 0, 0, 2)))
@@ -166,6 +171,29 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
     if curve.patterns:
         out.print(f"  exactly these, as {_escape(curve.framework)} spells it:")
         out.print(_escape(json.dumps(list(curve.patterns))), soft_wrap=True)
+
+
+def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
+    """The columns that the trace holds, then the others by the reason."""
+    from rich.padding import Padding
+
+    from mxprobe.attribution.words import number
+
+    out.print(
+        "\n[bold]What neighbouring papers measure[/]: median over modules \\[middle 80 %]; no part of the verdict"
+    )
+    withheld: dict[str, list[str]] = {}
+    for column in columns:
+        if column.withheld or column.median is None:
+            withheld.setdefault(column.withheld, []).append(column.name)
+            continue
+        spread = f" \\[{number(column.low or 0.0)}, {number(column.high or 0.0)}]" if column.n > 1 else ""
+        unit = f" {column.unit}" if column.unit in ("dB", "loss") else ""
+        where = f"; largest: {_escape(column.largest)}" if column.n > 1 else ""
+        about = f"[dim]{_escape(column.definition)} ({_escape(column.source)}){where}[/]"
+        out.print(Padding(f"{column.name} {number(column.median)}{spread}{unit}  {about}", (0, 0, 0, 2)))
+    for why, names in withheld.items():
+        out.print(Padding(f"withheld: {', '.join(names)}: {_escape(why)}", (0, 0, 0, 2)))
 
 
 def _parse(text: str) -> tuple[str, float]:

@@ -1,0 +1,145 @@
+"""The columns of neighbouring papers in this trace: each with definition, source, unit, and why it is missing if it is.
+
+Values are per module (and operand), summed over steps first and divided last; here their median and the range of the
+middle 80 % over modules. The functions of `neighbours` and `updates` give them one by one.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+
+from mxprobe.schema import Role
+from mxprobe.trace import Trace
+
+from . import neighbours
+from .recommendation import PaperColumn
+from .updates import update_ratios
+
+NO_REPLAY = "no replay in this trace: attach with --replay-every N"
+OLDER = "this trace was made by an older version"
+PLACE = ("module", "role", "phase")
+_SHARE = "share"
+
+
+DEFINITIONS: dict[str, tuple[str, str, str]] = {
+    # name: (definition, unit, source)
+    "bucket_ratio": ("entropy of the code histogram / log2 15", _SHARE, "effective bucket ratio"),
+    "alignment": (
+        "||E_W X^T||^2 d_in / (||E_W||^2 ||X||^2), of inputs alike; 1: independent",
+        "ratio",
+        "signal-noise view",
+    ),
+    "crest": ("block maximum / rms", "ratio", "HiFloat4 RL, arXiv 2607.26515"),
+    "underflow": ("elements with Q = 0, x != 0", _SHARE, "HiFloat4 RL, arXiv 2607.26515"),
+    "underflow_crest_corr": ("correlation of the two over blocks", "", "HiFloat4 RL, arXiv 2607.26515"),
+    **{
+        f"sparse_{k}": (f"error energy in the {k} % worst elements of each row", _SHARE, "HiFloat4 RL, sparse residual")
+        for k in (1, 5, 10)
+    },
+    **{
+        f"coverage_{k}": (f"error energy in the {k} % worst channels", _SHARE, "QUADS, arXiv 2607.15810")
+        for k in (1, 5, 10)
+    },
+    "transposition": ("||Q_row(W) - Q_col(W)|| / ||W||", "ratio", "transposition-invariant blocks"),
+    "code_flip_frac": ("codes that an update changes", _SHARE, "TetraJet, arXiv 2502.20853"),
+    "return_frac": ("of the changed values, those that go back", _SHARE, "TetraJet, arXiv 2502.20853"),
+    "near_frac": ("elements within .1 grid step of a rounding boundary", _SHARE, "TetraJet, arXiv 2502.20853"),
+    "r_w": ("sum |dQ| / sum |dW| between consecutive versions", "ratio", "TetraJet, arXiv 2502.20853"),
+    "snr_db": ("||y||^2 / ||error||^2 of a Linear's output, all Linears rounding", "dB", "signal-noise view"),
+    "injected": ("part of ||y||^2 that the Linear's own rounding adds", _SHARE, "signal-noise view"),
+    "propagated": ("part of ||y||^2 that the layers before it add", _SHARE, "signal-noise view"),
+    "basin_cosine": ("cos(gradient at Q(w), w - Q(w))", "cosine", "QAT basin, arXiv 2606.09012"),
+    "basin_loss": ("L(Q(w)) - L(w), the loss that the model returns", "loss", "QAT basin, arXiv 2606.09012"),
+    "basin_policy_loss": (
+        "L(Q(w)) - L(w) of the run's loss, first order in the policy",
+        "loss",
+        "QAT basin, arXiv 2606.09012",
+    ),
+    "relative_drift": ("Y / X: mean |p_rollout - p_train|, last over first quarter of the steps", "ratio", "ACRL"),
+}
+
+
+def catalogue(trace: Trace) -> tuple[PaperColumn, ...]:
+    """All columns in the order of `DEFINITIONS`."""
+    found = dict(_found(trace))
+    return tuple(
+        _summary(name, *found[name]) if name in found else PaperColumn(name, definition, source, unit, withheld=OLDER)
+        for name, (definition, unit, source) in DEFINITIONS.items()
+    )
+
+
+Found = tuple[str, tuple[pd.DataFrame, str]]
+"""A column: (rows of `place` and `value`, why there are none)."""
+
+
+def _found(trace: Trace) -> Iterator[Found]:
+    yield from _of_operands(trace)
+    updates = trace.table("updates")
+    why = "no two neighbouring versions of a weight were watched"
+    ratios = update_ratios(updates) if len(updates) else pd.DataFrame({"module": []})
+    for name in ("code_flip_frac", "return_frac", "near_frac", "r_w"):
+        yield name, (_rows(ratios, ("module",), name), why)
+    yield from _of_replays(trace)
+    x, y = neighbours.relative_drift(trace.rollouts())
+    why = f"fewer than {neighbours.MIN_DRIFT_STEPS} steps with log-probabilities of both sides"
+    yield "relative_drift", (_one("run", y / x if x > 0 else math.nan), why)
+
+
+def _of_operands(trace: Trace) -> Iterator[Found]:
+    tensors = trace.table("tensors", ("step", *PLACE, "code_hist", "sum_x2", "sum_e2", "out_e2"))
+    nothing = "no operand was measured" if tensors.empty else OLDER
+    yield "bucket_ratio", (_rows(neighbours.bucket_ratios(tensors), PLACE, "bucket_ratio"), nothing)
+    aligned = neighbours.alignments(tensors, trace.modules())
+    why = "no step in which inputs and weights of one Linear were both measured"
+    yield "alignment", (_rows(aligned, PLACE, "alignment"), why)
+    blocks = trace.table("blocks")
+    ratios = neighbours.block_ratios(blocks) if len(blocks) else pd.DataFrame({name: [] for name in PLACE})
+    with_weights = (blocks["role"].astype(str) == Role.W_DGRAD.value).any()
+    for name in DEFINITIONS:
+        if name == "transposition":
+            why = OLDER if with_weights else "no probed step held a weight and the gradient at its output"
+            yield name, (_rows(ratios, PLACE, name), why)
+        elif name.startswith(("crest", "underflow", "coverage_", "sparse_")):
+            yield name, (_rows(ratios, PLACE, name), nothing)
+
+
+def _of_replays(trace: Trace) -> Iterator[Found]:
+    replays = trace.replays()
+    why = NO_REPLAY if replays.empty else OLDER
+    layers = neighbours.representations(trace.layers())
+    for name in ("snr_db", "injected", "propagated"):
+        yield name, (_rows(layers, ("module",), name), why)
+    point = replays[replays["arm"].astype(str) == "q_weights"]
+    if len(replays) and point.empty:
+        why = "no replay of the arm q_weights in this trace"
+    backward = "replays ran forwards only: no gradient was known at the policy" if len(point) else why
+    cosines = neighbours.basin_cosines(trace.table("replay_gradients"))
+    yield "basin_cosine", (_rows(cosines, ("module",), "basin_cosine"), backward)
+    no_loss = "the model returns no loss of its own: see basin_policy_loss" if len(point) else why
+    yield "basin_loss", (_one("mean of the microbatches", point["loss_shift"].mean()), no_loss)
+    yield "basin_policy_loss", (_one("mean of the microbatches", point["policy_loss_shift"].mean()), backward)
+
+
+def _rows(frame: pd.DataFrame, place: tuple[str, ...], name: str) -> pd.DataFrame:
+    if name not in frame:
+        return pd.DataFrame({"place": [], "value": []})
+    known = frame[np.isfinite(frame[name].to_numpy(dtype=float))]
+    places = [" ".join(str(part) for part in row) for row in known[list(place)].itertuples(index=False, name=None)]
+    return pd.DataFrame({"place": places, "value": known[name].to_numpy(dtype=float)})
+
+
+def _one(place: str, value: float) -> pd.DataFrame:
+    known = math.isfinite(value)
+    return pd.DataFrame({"place": [place] if known else [], "value": [float(value)] if known else []})
+
+
+def _summary(name: str, rows: pd.DataFrame, why: str) -> PaperColumn:
+    definition, unit, source = DEFINITIONS[name]
+    if rows.empty:
+        return PaperColumn(name, definition, source, unit, withheld=why)
+    value = rows["value"].to_numpy(dtype=float)
+    low, median, high = (float(q) for q in np.quantile(value, (0.1, 0.5, 0.9)))
+    largest = str(rows["place"].iloc[int(value.argmax())])
+    return PaperColumn(name, definition, source, unit, median, low, high, len(value), largest)
