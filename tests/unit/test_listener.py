@@ -8,7 +8,8 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Generator, Mapping
+import tempfile
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,20 @@ def job(environ: Mapping[str, str]) -> Generator[Job]:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> dict[str, str]:
-    return {"XDG_RUNTIME_DIR": str(tmp_path)}
+def runtime() -> Iterator[Path]:
+    """A short name: a socket's has 107 characters at most."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
-def test_directory_and_socket_are_private(base: dict[str, str], tmp_path: Path) -> None:
+@pytest.fixture
+def base(runtime: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(runtime)}
+
+
+def test_directory_and_socket_are_private(base: dict[str, str], runtime: Path) -> None:
     with job(base) as listening:
-        assert listening.socket == str(tmp_path / f"mxprobe-{os.getuid()}" / f"{listening.process.pid}.listen.sock")
+        assert listening.socket == str(runtime / f"mxprobe-{os.getuid()}" / f"{listening.process.pid}.listen.sock")
         assert stat.S_IMODE(os.stat(os.path.dirname(listening.socket)).st_mode) == 0o700
         assert stat.S_IMODE(os.stat(listening.socket).st_mode) == 0o600
         assert listening.eval("'torch' in sys.modules or 'numpy' in sys.modules") == "False"
@@ -206,7 +214,7 @@ def start(path, token):
 
 
 @pytest.mark.parametrize("mxprobe_is_installed", [True, False])
-def test_connect_loads_the_agent_and_it_leaves_nothing(tmp_path: Path, mxprobe_is_installed: bool) -> None:
+def test_connect_loads_the_agent_and_it_leaves_nothing(runtime: Path, mxprobe_is_installed: bool) -> None:
     """In a job that imported mxprobe itself, and in one that only has the listener's file (`mxprobe run`)."""
     startup = Path(listener.__file__).parent / "attach" / "startup"
     code = (
@@ -216,13 +224,13 @@ def test_connect_loads_the_agent_and_it_leaves_nothing(tmp_path: Path, mxprobe_i
         + "left = [n for n in sys.modules if n.partition('.')[0] in ('mxprobe', 'mxprobe_kernels')]\n"
         + "print(len(left), [p for p in sys.path_importer_cache if 'agent.zip' in p], sys.meta_path == meta)\n"
     ).replace("print('up'", "meta = list(sys.meta_path); print('up'")
-    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "MXPROBE_LISTEN": "1", "PYTHONPATH": str(startup)}
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "MXPROBE_LISTEN": "1", "PYTHONPATH": str(startup)}
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
-    private = tmp_path / f"mxprobe-{os.getuid()}"
+    private = runtime / f"mxprobe-{os.getuid()}"
     archive = private / "agent.zip"
     write_archive(archive, STAND_IN)
     control = private / "control.sock"
