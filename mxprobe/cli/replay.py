@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _MAX_ROWS = 10
 _LEGEND = (
     "q: as it rounds now; high: exact; floor: exact, the batch put together otherwise; qstar: ideal scale; qstar_dz: "
-    "that, deadzone restored; noise, flip: controls; q_weights: exact products of rounded weights. gain: part of the "
+    "that, deadzone restored; noise, flip: controls; q_weights: exact products of rounded weights; q_routed: q "
+    "with the experts that each router chose in high: its gain is the effect of routing replay. gain: part of the "
     "KL of q removed, replayed; predicted: the same from Delta2 and the what-ifs; dW error: mean over modules of "
     "||dW - dW of high||^2 / ||dW of high||^2"
 )

@@ -6,6 +6,7 @@
     qstar_dz    Q*(x) with the deadzone D restored: x where Q*(x) = 0
     noise       x + Gaussian noise of the energy of Q(x) - x, row by row: is it the error's structure or its size?
     flip        x - (Q(x) - x): the error with the other sign
+    q_routed    as q, each router's choice of experts that of `high`: what routing replay would leave. Forwards only
     q_weights   the model at w = Q(w): exact products of rounded weights, forwards and backwards
     mxfp8, nvfp4, of:0.5, mbs:128, ...    any correction of `mxprobe_kernels.formats`
 
@@ -35,6 +36,7 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
+from mxprobe.agent.moe.replayed import RoutingReplay
 from mxprobe.agent.replay.backward import GradientSums, Layer, RoundedLinear, WeightGradients
 from mxprobe.agent.replay.call import Call, NotReplayableError, forward, replayed
 from mxprobe.agent.replay.linears import Intercept, Product
@@ -56,6 +58,7 @@ HIGH = "high"
 SEQUENCE = ("q", "qstar", "qstar_dz")
 CONTROLS = ("noise", "flip")
 Q_WEIGHTS = "q_weights"
+ROUTED = "q_routed"
 EXACT, K3 = "exact", "k3"
 MAX_REFERENCE = 1 << 26
 """Elements of the reference log-probabilities that are kept; samples over it are left out."""
@@ -72,14 +75,14 @@ def quantizer(arm: str, *, format: str = "mxfp4", rule: str = "rceil") -> Quanti
     """The arm's effect on an operand. ValueError for an unknown arm, naming the known ones."""
     if arm == HIGH:
         return lambda x, seed: x.float()
-    if arm == Q_WEIGHTS:
+    if arm in (Q_WEIGHTS, ROUTED):
         return quantizer("q", format=format, rule=rule)
     if arm in SEQUENCE or arm in CONTROLS:
         return lambda x, seed: _from_fields(arm, x, seed, format, rule)
     try:
         correction = Correction.parse(arm)
     except ValueError as error:
-        known = ", ".join(dict.fromkeys((*DEFAULT_ARMS, *SEQUENCE, *CONTROLS, Q_WEIGHTS)))
+        known = ", ".join(dict.fromkeys((*DEFAULT_ARMS, *SEQUENCE, *CONTROLS, Q_WEIGHTS, ROUTED)))
         raise ValueError(f"unknown arm {arm!r}: arms are {known}, or a correction ({error})") from None
     return lambda x, seed: mxprobe_kernels.apply_correction(x, correction, rule=rule)
 
@@ -188,6 +191,13 @@ class Arm(NamedTuple):
     """Per module; none where the gradient at the policy is not known or does not reach the Linears."""
     representation: Representation | None = None
     """Of arm `q`."""
+    is_whole: torch.Tensor | None = None
+    """bool: the forward was the arm's; None where that was never in doubt."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it may be told; waits for the device."""
+        return self.is_whole is None or bool(self.is_whole)
 
     def row(self) -> Row:
         """A row of table `replays` without when; copies from the device, which waits for it."""
@@ -217,6 +227,8 @@ def replay_arms(
 ) -> Iterator[Arm]:
     """Run the call once per arm (and once for `high`, always), all Linears of `modules` rounding as the arm says.
 
+    Arm `q_routed` is left out where a router cannot be given another choice.
+
     mask: [B, T] of the positions that count; all of them if None. gradient: that of the run's loss at the policy; with
     it every arm runs backwards too. only: see `arm_product`. ValueError for an unknown arm; NotReplayableError where
     the model returns no policy.
@@ -225,10 +237,17 @@ def replay_arms(
     high = None if gradient is None else WeightGradients(modules)
     product, outputs = arm_product(quantizer(HIGH), gradients=high), Outputs(modules)
     product = outputs.of(product) if "q" in arms else product
-    output = run_arm(call, modules, product, gradient, high)
+    routing = RoutingReplay(call.module)
+    with routing.recording():
+        output = run_arm(call, modules, product, gradient, high)
     reference = _reference(call, output, mask, seed)
     estimator = EXACT if reference.log_probs is not None else K3
     for arm, quantize in quantizers.items():
+        if arm == ROUTED:
+            yield from _routed(
+                call, modules, arm_product(quantize, only=only, seed=seed), routing, reference, estimator
+            )
+            continue
         found = None if high is None or not high.of else WeightGradients(modules)
         how: dict[str, Any] = {"only": only, "seed": seed, "gradients": found}
         at = quantize if arm == Q_WEIGHTS else None
@@ -240,6 +259,22 @@ def replay_arms(
         if representation is not None:
             representation.close()
         yield Arm(arm, estimator, _compare(reference, output, gradient), sums, representation)
+
+
+def _routed(
+    call: Call,
+    modules: Mapping[str, nn.Linear],
+    product: Product,
+    routing: RoutingReplay,
+    reference: Reference,
+    estimator: str,
+) -> Iterator[Arm]:
+    if not routing.is_possible:
+        return
+    with routing.replaying():
+        output = run_arm(call, modules, product, None, None)
+    if (is_whole := routing.is_whole) is not None:
+        yield Arm(ROUTED, estimator, _compare(reference, output, None), is_whole=is_whole)
 
 
 def run_arm(

@@ -18,7 +18,8 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, undisturbed
 from mxprobe.agent.interruptions import is_of_a_signal_handler
-from mxprobe.agent.replay.arms import Arm, replay_arms
+from mxprobe.agent.moe.structure import is_router
+from mxprobe.agent.replay.arms import ROUTED, Arm, replay_arms
 from mxprobe.agent.replay.call import Call, NotReplayableError, capture
 from mxprobe.agent.replay.gradient_probes import probe_gradients
 from mxprobe.agent.replay.paths import Floor, measure_floor
@@ -242,7 +243,7 @@ class Replays:
                 replay_arms(
                     call,
                     self._modules,
-                    config.replay_arms,
+                    (*config.replay_arms, *self._of_routing(call)),
                     mask=mask,
                     gradient=gradient if any(each is not None for each in gradient) else None,
                     format=config.format,
@@ -250,11 +251,20 @@ class Replays:
                     seed=seed,
                 )
             )
+            if self._of_routing(call) and all(arm.name != ROUTED for arm in arms):
+                self._tell(
+                    "the effect of routing replay is not measured: a router does not return the experts it chose"
+                )
             if arms and not arms[0].gradients:
                 self._tell("replays run forwards only: no gradient is known at the policy, or none reaches the Linears")
         probes = self._probe_gradients(call, gradient, seed) if arms and arms[0].gradients else []
         floor = self._measure_floor(call, mask) if "replays" in self._wanted else None
         return sensitivity, arms, probes, floor
+
+    def _of_routing(self, call: Call) -> tuple[str, ...]:
+        """The arm that says what routing replay would leave, of a mixture of experts."""
+        has_router = any(is_router(module) for module in call.module.modules())
+        return (ROUTED,) if has_router and ROUTED not in self._config.replay_arms else ()
 
     def _measure_floor(self, call: Call, mask: torch.Tensor | None) -> Floor | None:
         """None where the model does not take its batch in parts; replays go on without it."""
@@ -295,7 +305,12 @@ class Replays:
             found: list[TableRow] = []
             if sensitivity is not None:
                 found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
-            measured = [*arms, floor.arm] if floor is not None else arms
+            if any(not arm.holds for arm in arms):
+                self._tell(
+                    "the effect of routing replay is not measured: a router's weights are no function known here"
+                )
+            held = [arm for arm in arms if arm.holds]
+            measured = [*held, floor.arm] if floor is not None else held
             found += [("replays", {**when, "n_modules": len(self._modules), **arm.row()}) for arm in measured]
             at = {name: when[name] for name in ("step", "micro_step", "time_ns")}
             for each in (floor, *(arm.representation for arm in arms)):
