@@ -81,14 +81,15 @@ DeltaTable::DeltaTable() {
     last[k] = std::nextafter(float(6.0 / edge_ratio), 8.0f);
     while (6.0 / last[k] < edge_ratio) last[k] = std::nextafter(last[k], 0.0f);
   }
-  for (int i = 0; i < kGranules; i++) {
+  for (int i = 0; i < kGranules - 1; i++) {
     const int32_t bits = (kFirst + i) << kShift;
     float low;
     std::memcpy(&low, &bits, sizeof low);
     bin[i] = 0;
     while (bin[i] < 31 && low <= last[bin[i] + 1]) bin[i]++;
-    edge[i] = bin[i] ? last[bin[i]] : 8.0f;
+    edge[i] = bin[i] && i ? last[bin[i]] : 16.0f;
   }
+  bin[kGranules - 1] = kNoBin, edge[kGranules - 1] = 16.0f;
 }
 
 const DeltaTable delta_table;

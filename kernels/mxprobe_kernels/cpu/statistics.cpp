@@ -2,9 +2,9 @@
 //   -DISA=name -DLANES=n     n fp32 lanes of a vector register
 // by build_cpu.py; dispatch.cpp picks one at run time. The arithmetic of an element is in sums.hpp.
 //
-// A segment is 128 elements a lane. Its largest scale 2^E is known before anything is summed, so that its sums are fp32
-// multiples of 2^E or 4^E, and every block carries the weight w = s / 2^E; segments and tiles are added in double, tiles
-// in their order whatever the thread count.
+// A segment is 128 elements a lane. Its largest scale is known before anything is summed, so that its sums are fp32
+// multiples of a 2^E or 4^E that suits it, and every block carries the weight w = s / 2^E; segments and tiles are added in
+// double, tiles in their order whatever the thread count.
 #include "statistics.hpp"
 
 #include <algorithm>
@@ -16,19 +16,41 @@ namespace mxprobe {
 namespace ISA {
 namespace {
 
-constexpr int kVectors = kBlock / LANES;  // vectors of a row block
-constexpr int kGroups = 4;                // of LANES blocks in a segment
-constexpr int kStrip = 4;                 // vectors of columns taken together
+constexpr int kPairs = kBlock / (2 * LANES);  // of vectors, in a row block
+constexpr int kGroups = 4;                    // of LANES blocks in a segment
+constexpr int kStrip = 4;                     // vectors of columns taken together
+constexpr int kWidenPairs = kWiden / 2;
 
 template <DType D>
-int64_t count_nonfinite(const char* p, int64_t stride, int n, int lane) {
-  int64_t found = 0;
+constexpr int pair_bytes = 2 * LANES * element_bytes<D>;
+
+// Elements of n pairs that are not finite, and those that are not 0.
+struct Found {
+  int64_t nonfinite, nonzero;
+};
+
+// All lanes of both vectors, or one lane of one of them.
+template <DType D>
+Found search(const char* p, int64_t stride, int n, int half = -1, int lane = 0) {
+  vi nonfinite[2]{}, nonzero[2]{};
   for (int i = 0; i < n; i++) {
-    const vi bad = (load<D>(p + i * stride) & 0x7FFFFFFF) >= kInfinity;
-    if (lane < 0) found -= int64_t(lane_sum(bad));
-    else found -= bad[lane];
+    vi pair[2];
+    load_pair<D>(p + i * stride, pair);
+    for (int h = 0; h < 2; h++) {
+      nonfinite[h] -= (pair[h] & 0x7FFFFFFF) >= kInfinity;
+      nonzero[h] -= (pair[h] & 0x7FFFFFFF) != 0;
+    }
   }
-  return found;
+  if (half >= 0) return {nonfinite[half][lane], nonzero[half][lane]};
+  return {int64_t(lane_sum(nonfinite[0] + nonfinite[1])), int64_t(lane_sum(nonzero[0] + nonzero[1]))};
+}
+
+// Of so many columns, those that lie in vector k of a strip: in memory's order, but bf16's even and odd ones in turn.
+template <DType D>
+int columns_of(int columns, int k) {
+  if (D != DType::kBFloat16) return std::min(LANES, std::max(columns - k * LANES, 0));
+  const int in_pair = std::min(2 * LANES, std::max(columns - k / 2 * 2 * LANES, 0));
+  return (in_pair + 1 - k % 2) / 2;
 }
 
 // n_blocks <= kGroups LANES whole blocks of a row, all of which count for `length` elements.
@@ -37,51 +59,80 @@ void row_segment(const char* p, int n_blocks, int length, int32_t bias, Totals& 
   constexpr int stride = kBlock * element_bytes<D>, vector = LANES * element_bytes<D>;
   const int n_groups = (n_blocks + LANES - 1) / LANES;
   vi amax[kGroups], exponent[kGroups];
+  Raw<D> nonzero{};
   int top = kNone;
   for (int g = 0; g < n_groups; g++) {
     const int first = g * LANES, n = std::min(LANES, n_blocks - first);
-    Raw<D> m[LANES];
-    for (int i = 0; i < LANES; i++) {
-      const char* block = p + int64_t(first + std::min(i, n - 1)) * stride;
-      m[i] = load_magnitude<D>(block);
-      for (int k = 1; k < kVectors; k++) m[i] = max(m[i], load_magnitude<D>(block + k * vector));
+    Raw<D> m[LANES]{};
+    for (int i = 0; i < n; i++) {
+      const char* block = p + int64_t(first + i) * stride;
+      for (int k = 0; k < 2 * kPairs; k++) {
+        const Raw<D> v = load_magnitude<D>(block + k * vector);
+        nonzero += at_most_one(v);
+        m[i] = k ? max(m[i], v) : v;
+      }
     }
     amax[g] = expand<D>(lane_maxima(m));
-    exponent[g] = account<LITE>(amax[g], n, length, bias, t);
-    top = std::max(top, int(lane_max(exponent[g])));
+    exponent[g] = account<D, LITE>(amax[g], n, length, bias, t);
+    top = std::max(top, lane_max(exponent[g]));
     if (lane_max(amax[g]) >= kInfinity)
       for (int i = 0; i < n; i++)
-        if (amax[g][i] >= kInfinity) t.n_nonfinite += count_nonfinite<D>(p + (first + i) * stride, vector, kVectors, -1);
+        if (amax[g][i] >= kInfinity) {
+          const Found found = search<D>(p + int64_t(first + i) * stride, pair_bytes<D>, kPairs);
+          t.n_nonfinite += found.nonfinite, t.n_excluded_nonzero += found.nonzero;
+        }
   }
+  t.nonzero += widen<D>(nonzero);
   // Blocks far below the largest scale would vanish beside it: they wait for a pass of their own.
   while (top > kNone) {
     Sums s{};
-    const vf inverse_top = splat(pow2(-top));
-    int vectors = 0, next = kNone;
-    for (int g = 0; g < n_groups; g++) {
-      const Scale scales = scale_of(amax[g], max(exponent[g], splat(top - kSpread)), top);
-      int32_t exponents[LANES];
-      std::memcpy(exponents, &exponent[g], sizeof exponents);
-      const int n = std::min(LANES, n_blocks - g * LANES);
-      for (int i = 0; i < n; i++) {
-        if (exponents[i] > top || exponents[i] == kNone) continue;
-        if (exponents[i] < top - kSpread) {
-          next = std::max(next, exponents[i]);
-          continue;
+    int next = kNone;
+    const int unit = unit_of<D>(top);
+    const auto pass = [&](auto as_is) {
+      const Fixed fixed = fixed_of(unit);
+      int pairs = 0;
+      for (int g = 0; g < n_groups; g++) {
+        const Scale scales = scale_of(amax[g], max(exponent[g], splat(top - kSpread)), unit);
+        int32_t exponents[LANES];
+        std::memcpy(exponents, &exponent[g], sizeof exponents);
+        const int n = std::min(LANES, n_blocks - g * LANES);
+        for (int i = 0; i < n; i++) {
+          if (exponents[i] > top || exponents[i] == kNone) continue;
+          if (exponents[i] < top - kSpread) {
+            next = std::max(next, exponents[i]);
+            continue;
+          }
+          const Scale scale = lane_of(scales, i);
+          const char* block = p + int64_t(g * LANES + i) * stride;
+          for (int k = 0; k < kPairs; k++) {
+            vi bits[2];
+            load_pair<D>(block + k * pair_bytes<D>, bits);
+            add<D, COVERS, LITE, as_is.value>(s, bits, scale, fixed);
+          }
+          if (!LITE && (pairs += kPairs) > kWidenPairs - kPairs) widen(s), pairs = 0;
         }
-        const Scale scale = lane_of(scales, i);
-        const char* block = p + int64_t(g * LANES + i) * stride;
-        for (int k = 0; k < kVectors; k++) add<D, COVERS, LITE>(s, load<D>(block + k * vector), scale, inverse_top);
-        if (!LITE && (vectors += kVectors) > kWiden - kVectors) widen(s), vectors = 0;
       }
-    }
-    if (!LITE) widen(s);
-    if (!flush<COVERS, LITE>(s, top, t))
+      if (!LITE) widen(s);
+    };
+    if (D != DType::kFloat32 && !unit) pass(std::true_type{});
+    else pass(std::false_type{});
+    const auto is_here = [&](int i) {
+      const int own = exponent[i / LANES][i % LANES];
+      return own <= top && own >= top - kSpread && own != kNone;
+    };
+    const auto count = [&](int64_t& n_nonzero, int64_t& n_added) {
+      for (int i = 0; i < n_blocks; i++)
+        if (is_here(i)) {
+          n_nonzero += search<D>(p + int64_t(i) * stride, pair_bytes<D>, kPairs).nonzero;
+          n_added += kBlock;
+        }
+    };
+    if (!flush<COVERS, LITE>(s, unit, count, t))
       for (int i = 0; i < n_blocks; i++) {
-        const int g = i / LANES, j = i % LANES, own = exponent[g][j];
-        if (own > top || own < top - kSpread || own == kNone) continue;
-        for (int k = 0; k < kVectors; k++)
-          add_exactly(load<D>(p + int64_t(i) * stride + k * vector), splat(-1), splat(amax[g][j]), splat(own), t);
+        if (!is_here(i)) continue;
+        const int g = i / LANES, j = i % LANES;
+        for (int k = 0; k < 2 * kPairs; k++)
+          add_exactly(load<D>(p + int64_t(i) * stride + k * vector), splat(-1), splat(amax[g][j]), splat(exponent[g][j]), t);
       }
     top = next;
   }
@@ -91,47 +142,81 @@ void row_segment(const char* p, int n_blocks, int length, int32_t bias, Totals& 
 template <DType D, bool COVERS, bool LITE>
 void column_strip(const char* p, int64_t stride, int length, int columns, int32_t bias, Totals& t) {
   constexpr int vector = LANES * element_bytes<D>;
-  Raw<D> m[kStrip] = {};
+  Raw<D> m[kStrip] = {}, nonzero{};
   vi amax[kStrip], exponent[kStrip];
   for (int i = 0; i < length; i++)
-    for (int k = 0; k < kStrip; k++) m[k] = max(m[k], load_magnitude<D>(p + i * stride + k * vector));
+    for (int k = 0; k < kStrip; k++) {
+      const Raw<D> v = load_magnitude<D>(p + i * stride + k * vector);
+      nonzero += at_most_one(v);
+      m[k] = max(m[k], v);
+    }
+  t.nonzero += widen<D>(nonzero);
   int top = kNone;
   for (int k = 0; k < kStrip; k++) {
-    const int n = std::min(LANES, std::max(columns - k * LANES, 0));
-    amax[k] = expand<D>(m[k]);
-    exponent[k] = account<LITE>(amax[k], n, length, bias, t);
+    if (k % 2 == 0) {
+      vi pair[2];
+      expand_pair<D>(m[k], m[k + 1], pair);
+      amax[k] = pair[0], amax[k + 1] = pair[1];
+    }
+    const int n = columns_of<D>(columns, k);
+    exponent[k] = account<D, LITE>(amax[k], n, length, bias, t);
     t.n_padded -= int64_t(kBlock - length) * n;  // rows that are not there are never added
-    top = std::max(top, int(lane_max(exponent[k])));
+    top = std::max(top, lane_max(exponent[k]));
     if (lane_max(amax[k]) >= kInfinity)
       for (int j = 0; j < n; j++)
         if (amax[k][j] >= kInfinity) {
-          t.n_nonfinite += count_nonfinite<D>(p + k * vector, stride, length, j);
+          const Found found = search<D>(p + k / 2 * pair_bytes<D>, stride, length, k % 2, j);
+          t.n_nonfinite += found.nonfinite, t.n_excluded_nonzero += found.nonzero;
           t.n_padded += kBlock - length;
         }
   }
   while (top > kNone) {
     Sums s{};
-    const vf inverse_top = splat(pow2(-top));
+    vi keep[kStrip];
     int next = kNone;
-    for (int k = 0; k < kStrip; k++) {
-      const vi far = exponent[k] < top - kSpread, past = exponent[k] > top, absent = exponent[k] == kNone;
-      const vi skip = far | past | absent;
-      next = std::max(next, int(lane_max(far & ~absent ? exponent[k] : splat(kNone))));
-      const Scale scale = scale_of(skip ? splat(0) : amax[k], skip ? splat(top) : exponent[k], top);
-      const vi keep = ~skip;
-      for (int i = 0; i < length; i++) {
-        add<D, COVERS, LITE>(s, load<D>(p + i * stride + k * vector) & keep, scale, inverse_top);
-        if (!LITE && i % kWiden == kWiden - 1) widen(s);
+    const int unit = unit_of<D>(top);
+    const auto pass = [&](auto as_is) {
+      const Fixed fixed = fixed_of(unit);
+      for (int k = 0; k < kStrip; k += 2) {
+        Scale scales[2];
+        for (int h = 0; h < 2; h++) {
+          const vi own = exponent[k + h], far = own < top - kSpread, absent = own == kNone;
+          const vi skip = far | own > top | absent;
+          next = std::max(next, lane_max(far & ~absent ? own : splat(kNone)));
+          scales[h] = scale_of(skip ? splat(0) : amax[k + h], skip ? splat(top) : own, unit);
+          keep[k + h] = ~skip;
+          // columns that wait, or count for nothing, were added as +0
+          t.n_padded -= int64_t(lane_sum(skip)) * length;
+        }
+        for (int i = 0; i < length; i++) {
+          vi pair[2];
+          load_pair<D>(p + i * stride + k * vector, pair);
+          const vi bits[2] = {pair[0] & keep[k], pair[1] & keep[k + 1]};
+          __builtin_prefetch(p + i * stride + (k + kStrip) * vector);
+          add<D, COVERS, LITE, as_is.value>(s, bits, scales, fixed);
+          if (!LITE && i % kWidenPairs == kWidenPairs - 1) widen(s);
+        }
+        if (!LITE) widen(s);
       }
-      if (!LITE) widen(s);
-      // columns that wait, or count for nothing, were added as +0
-      t.n_padded -= int64_t(lane_sum(skip)) * length;
-    }
-    if (!flush<COVERS, LITE>(s, top, t))
-      for (int k = 0; k < kStrip; k++) {
-        const vi keep = exponent[k] <= top & exponent[k] >= top - kSpread & exponent[k] != kNone;
-        for (int i = 0; i < length; i++) add_exactly(load<D>(p + i * stride + k * vector), keep, amax[k], exponent[k], t);
-      }
+    };
+    if (D != DType::kFloat32 && !unit) pass(std::true_type{});
+    else pass(std::false_type{});
+    const auto count = [&](int64_t& n_nonzero, int64_t& n_added) {
+      for (int k = 0; k < kStrip; k++)
+        for (int i = 0; i < length; i++) {
+          vi pair[2];
+          load_pair<D>(p + i * stride + k / 2 * pair_bytes<D>, pair);
+          n_nonzero -= int64_t(lane_sum((pair[k % 2] & keep[k] & 0x7FFFFFFF) != 0));
+        }
+      n_added = int64_t(kStrip) * LANES * length;
+    };
+    if (!flush<COVERS, LITE>(s, unit, count, t))
+      for (int k = 0; k < kStrip; k++)
+        for (int i = 0; i < length; i++) {
+          vi pair[2];
+          load_pair<D>(p + i * stride + k / 2 * pair_bytes<D>, pair);
+          add_exactly(pair[k % 2], keep[k], amax[k], exponent[k], t);
+        }
     top = next;
   }
 }

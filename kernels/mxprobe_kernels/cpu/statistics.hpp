@@ -29,20 +29,13 @@ struct Tile {
   bool lite;     // kX2, kE2, kN, kZeroed, kSaturated, kNonfinite, kBlocks, kBlocksExcluded and kAmax only
 };
 
-// floor(32 log2(6 / a)), clipped to 0 .. 31: by granules of 1/64 binade of a in [2, 8), at most one edge in each.
+// floor(32 log2(6 / a)), clipped to 0 .. 31: by granules of 1/128 binade of a in [2, 8), at most one edge in each. The
+// first granule is all below, the last but one all above; the last, of bin kNoBin, serves for blocks that do not count.
 struct DeltaTable {
-  static constexpr int kShift = 17, kFirst = 0x40000000 >> kShift, kGranules = 128;
+  static constexpr int kShift = 16, kFirst = (0x40000000 >> kShift) - 1, kGranules = 259, kNoBin = 32;
   int bin[kGranules];     // at the granule's lower end
   float edge[kGranules];  // the largest a of that bin
   DeltaTable();
-  int bin_of(float a) const {
-    if (a < 2.0f) return 31;
-    if (a >= 6.0f) return 0;
-    int32_t bits;
-    std::memcpy(&bits, &a, sizeof bits);
-    const int i = (bits >> kShift) - kFirst;
-    return bin[i] - (a > edge[i]);
-  }
 };
 
 extern const DeltaTable delta_table;

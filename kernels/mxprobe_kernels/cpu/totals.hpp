@@ -13,10 +13,10 @@ namespace {
 // What a tile sums.
 struct Totals {
   vd x2, xe, xr, e2, b2, g2, d2, bg, z2, e, bd, b2_saturated, e2_on_d, e2_saturated;
-  vi on_d, zeros, saturated, by_scale, excluded, clamped, amax;
+  vi nonzero, off_d, saturated, by_scale, excluded, clamped, amax;
   vi codes[16];  // of magnitudes, then of negative elements
-  int64_t n_included, n_padded, n_blocks, n_nonfinite;
-  int32_t delta[32];
+  int64_t n_included, n_padded, n_blocks, n_nonfinite, n_excluded_nonzero;
+  int32_t delta[DeltaTable::kNoBin + 1];
 };
 
 // Four byte counters a lane -> codes first, first + 2, first + 4, first + 6.
@@ -25,21 +25,25 @@ INLINE void spread_codes(vi bytes, vi* codes) {
 }
 
 // Whether there are elements whose squares vanish in fp32 beside the segment's scale, and hardly any larger ones that
-// count to the same energy: its zeroed elements, or its D.
-template <bool COVERS, bool LITE>
-INLINE bool has_lost(const Sums& s) {
-  constexpr double tiny = 0x1p-90;  // what is lost is at most 2^-126 an element
-  const double zeroed2 = lane_sum(LITE ? s.e2 : s.z2), on_d2 = LITE ? 1 : lane_sum(COVERS ? s.d2 : min(s.d2, s.e2_on_d));
-  if (zeroed2 >= tiny && on_d2 >= tiny) return false;
-  const double zeros = lane_sum(s.zeros), at_zero = lane_sum(LITE ? s.on_d : s.even & 0xFF);
-  return (zeroed2 < tiny && at_zero > zeros) || (on_d2 < tiny && lane_sum(s.on_d) > zeros);
+// count to the same energy: its zeroed elements, or its D. `count` tells how many elements are not 0 and how many were
+// added.
+template <bool COVERS, bool LITE, class Count>
+INLINE bool has_lost(const Sums& s, const Count& count) {
+  const vf tiny = splat(0x1p-90f);  // what is lost is at most 2^-126 an element
+  const vf zeroed2 = LITE ? s.e2 : s.z2, on_d2 = COVERS ? s.d2 : min(s.d2, s.e2_on_d);
+  const bool some_zeroed = any_of(is_above(zeroed2, tiny)), some_on_d = LITE || any_of(is_above(on_d2, tiny));
+  if (some_zeroed && some_on_d) return false;
+  int64_t nonzero = 0, added = 0;
+  count(nonzero, added);
+  const double to_zero = LITE ? nonzero - lane_sum(s.off_d) : lane_sum(s.even & 0xFF) - double(added - nonzero);
+  return (!some_zeroed && to_zero > 0) || (!some_on_d && nonzero > lane_sum(s.off_d));
 }
 
 // False where the energies have to be added by add_exactly; counts are added in any case.
-template <bool COVERS, bool LITE>
-INLINE bool flush(const Sums& s, int exponent, Totals& t) {
+template <bool COVERS, bool LITE, class Count>
+INLINE bool flush(const Sums& s, int exponent, const Count& count, Totals& t) {
   const double f1 = std::ldexp(1.0, exponent), f2 = f1 * f1;
-  t.on_d += s.on_d, t.zeros += s.zeros;
+  t.off_d += s.off_d;
   if constexpr (!COVERS) t.saturated += s.saturated, t.by_scale += s.by_scale;
   if constexpr (!LITE) {
     spread_codes(s.even, t.codes);
@@ -47,20 +51,20 @@ INLINE bool flush(const Sums& s, int exponent, Totals& t) {
     spread_codes(s.minus_even, t.codes + 8);
     spread_codes(s.minus_odd, t.codes + 9);
   }
-  if (has_lost<COVERS, LITE>(s)) return false;
+  if (has_lost<COVERS, LITE>(s, count)) return false;
   add_scaled(t.x2, s.x2, f2);
   add_scaled(t.e2, s.e2, f2);
   if constexpr (LITE) return true;
   add_scaled(t.xe, s.xe, f2);
-  add_scaled(t.xr, s.xr, f2 / 6);
+  add_scaled(t.xr, s.xr, -f2 / 6);
   add_scaled(t.b2, s.b2, f2 / 36);
   add_scaled(t.g2, s.g2, f2 / 36);
   add_scaled(t.d2, s.d2, f2 / 36);
-  add_scaled(t.bg, s.bg, f2 / 36);
+  add_scaled(t.bg, s.bg, -f2 / 36);
   add_scaled(t.z2, s.z2, f2);
   add_scaled(t.e, s.e, f1);
   if constexpr (!COVERS) {
-    add_scaled(t.bd, s.bd, f2 / 36);
+    add_scaled(t.bd, s.bd, -f2 / 36);
     add_scaled(t.b2_saturated, s.b2_saturated, f2 / 36);
     add_scaled(t.e2_on_d, s.e2_on_d, f2);
     add_scaled(t.e2_saturated, s.e2_saturated, f2);
@@ -93,7 +97,8 @@ void add_exactly(vi bits, vi keep, vi amax, vi exponent, Totals& t) {
 
 template <bool COVERS, bool LITE>
 void finish(const Totals& t, double* v) {
-  const double x2 = lane_sum(t.x2, LANES / 2), d2 = lane_sum(t.d2, LANES / 2), zeros = lane_sum(t.zeros);
+  const double nonzero = lane_sum(t.nonzero) - double(t.n_excluded_nonzero);
+  const double x2 = lane_sum(t.x2, LANES / 2), d2 = lane_sum(t.d2, LANES / 2);
   v[kX2] = x2;
   v[kE2] = lane_sum(t.e2, LANES / 2);
   v[kN] = double(t.n_included);
@@ -103,7 +108,7 @@ void finish(const Totals& t, double* v) {
   v[kBlocksExcluded] = lane_sum(t.excluded);
   v[kAmax] = bits_to_float(lane_max(t.amax));
   if constexpr (LITE) {
-    v[kZeroed] = lane_sum(t.on_d) - zeros;
+    v[kZeroed] = nonzero - lane_sum(t.off_d);
     return;
   }
   v[kScale2] = lane_sum(t.b2, LANES / 2);
@@ -120,8 +125,9 @@ void finish(const Totals& t, double* v) {
   v[kE2Saturated] = lane_sum(t.e2_saturated, LANES / 2);
   double codes[16];
   for (int i = 0; i < 16; i++) codes[i] = lane_sum(t.codes[i]);
-  v[kDeadzone] = lane_sum(t.on_d) - zeros;
-  v[kZeroed] = codes[0] - zeros;
+  v[kDeadzone] = nonzero - lane_sum(t.off_d);
+  v[kZeroed] = nonzero;
+  for (int i = 1; i < 8; i++) v[kZeroed] -= codes[i];
   v[kZeroedByScale] = COVERS ? v[kZeroed] - v[kDeadzone] : lane_sum(t.by_scale);
   v[kClamped] = lane_sum(t.clamped);
   for (int i = 0; i < 32; i++) v[kDelta + i] = t.delta[i];
@@ -134,7 +140,7 @@ void finish(const Totals& t, double* v) {
 
 // Everything that belongs to a block: lane j < n_blocks has the bits of one's amax, all of `length` elements. Returns
 // the exponents of their scales, kNone where a block is left out or not there.
-template <bool LITE>
+template <DType D, bool LITE>
 INLINE vi account(vi amax, int n_blocks, int length, int32_t bias, Totals& t) {
   const vi absent = lane_numbers() >= n_blocks, excluded = (amax >= kInfinity) & ~absent, out = absent | excluded;
   const vi zero = amax == 0;
@@ -150,10 +156,18 @@ INLINE vi account(vi amax, int n_blocks, int length, int32_t bias, Totals& t) {
     t.clamped -= (raw < -127) & ~zero & ~out;
     const vi own = out ? splat(0) : exponent;
     const vf a = as_float(out ? splat(0) : amax) * as_float((127 - own) << 23);
+    constexpr int no_bin = DeltaTable::kGranules - 1;
+    const vi granule = (as_int(a) >> DeltaTable::kShift) - DeltaTable::kFirst;
+    const vi granules = a > 0.0f ? min(max(granule, splat(0)), splat(no_bin - 1)) : splat(no_bin);
+    int32_t g[LANES];
     float ratios[LANES];
+    std::memcpy(g, &granules, sizeof g);
+    in_memory(g);
     std::memcpy(ratios, &a, sizeof a);
-    for (int j = 0; j < n_blocks; j++)
-      if (ratios[j] > 0) t.delta[delta_table.bin_of(ratios[j])]++;
+    for (int j = 0; j < LANES; j++) {
+      const bool past = D != DType::kBFloat16 && ratios[j] > delta_table.edge[g[j]];  // bf16 has no more bits than granules
+      t.delta[delta_table.bin[g[j]] - past]++;
+    }
   }
   return out ? splat(kNone) : exponent;
 }

@@ -33,7 +33,10 @@ INLINE vi splat(int32_t v) { return vi{} + v; }
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 INLINE vi max(vi a, vi b) { return a > b ? a : b; }
+INLINE vi min(vi a, vi b) { return a < b ? a : b; }
 INLINE vh max(vh a, vh b) { return a > b ? a : b; }
+INLINE vi at_most_one(vi v) { return v < 1 ? v : splat(1); }
+INLINE vh at_most_one(vh v) { return v < 1 ? v : vh{} + uint16_t(1); }
 INLINE vf magnitude(vf v) { return as_float(as_int(v) & 0x7FFFFFFF); }
 
 INLINE float bits_to_float(int32_t b) {
@@ -47,17 +50,34 @@ INLINE float pow2(int e) {
   return e >= -126 ? bits_to_float((e + 127) << 23) : bits_to_float(e >= -149 ? 1 << (e + 149) : 0);
 }
 
+// Keeps the compiler from making a constant anew wherever it is used, which takes longer than loading it.
+INLINE vi kept(vi v) {
+#if defined(__x86_64__)
+  __asm__("" : "+x"(v));
+#endif
+  return v;
+}
+
+// Keeps the compiler from taking an array out of a register again, lane by lane.
+template <class A>
+INLINE void in_memory(A& array) {
+  __asm__("" : "+m"(array));
+}
+
 INLINE vi lane_numbers() {
   vi v{};
   for (int j = 0; j < LANES; j++) v[j] = j;
   return v;
 }
 
-template <class V>
-INLINE auto lane_max(V v) {
-  auto top = v[0];
+INLINE int lane_max(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int top = v[0];
   for (int j = 1; j < LANES; j++) top = v[j] > top ? v[j] : top;
   return top;
+#endif
 }
 
 template <class V>
@@ -114,11 +134,11 @@ constexpr bool kSigned = true;
 constexpr bool kFused = true;
 typedef __mmask16 Mask;
 
-INLINE Mask is_zero(vf v) { return _mm512_cmp_ps_mask((__m512)v, _mm512_setzero_ps(), _CMP_EQ_OQ); }
-INLINE Mask is_zero(vi v) { return _mm512_testn_epi32_mask((__m512i)v, (__m512i)v); }
+INLINE Mask is_not_zero(vf v) { return _mm512_test_epi32_mask((__m512i)v, (__m512i)v); }  // but for -0
 INLINE Mask is_above(vf v, vf limit) { return _mm512_cmp_ps_mask((__m512)v, (__m512)limit, _CMP_GT_OQ); }
 INLINE Mask is_negative(vi v) { return _mm512_movepi32_mask((__m512i)v); }
 INLINE Mask none_of(Mask m) { return ~m; }
+INLINE bool any_of(Mask m) { return m; }
 INLINE void add_where(Mask m, vf& sum, vf a, vf b) {
   sum = (vf)_mm512_mask3_fmadd_ps((__m512)a, (__m512)b, (__m512)sum, m);
 }
@@ -127,15 +147,16 @@ INLINE void add_where(Mask m, vi& sum, vi v) {
 }
 // a b - c, rounded once
 INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)c); }
-// the magnitude of v, but at least (at most) limit, with the sign of v
-INLINE vf at_least(vf v, vf limit) { return (vf)_mm512_range_ps((__m512)v, (__m512)limit, 3); }
+// the magnitude of v, but at most limit, with the sign of v
 INLINE vf at_most(vf v, vf limit) { return (vf)_mm512_range_ps((__m512)v, (__m512)limit, 2); }
 INLINE vi widen_words(vh v) { return (vi)_mm512_cvtepu16_epi32((__m256i)v); }
 INLINE vf clipped(vf v, vf limit) { return at_most(v, limit); }
-// 1.5 times the power of two at or below v
-INLINE vf one_and_a_half(vf v) {
-  return (vf)_mm512_ternarylogic_epi32((__m512i)v, _mm512_set1_epi32(int32_t(0xFF800000)), _mm512_set1_epi32(0x400000), 0xEA);
+// the bits of 1.5 times the power of two at or below the magnitude of v
+INLINE vi one_and_a_half(vi v) {
+  return (vi)_mm512_ternarylogic_epi32((__m512i)v, _mm512_set1_epi32(kInfinity), _mm512_set1_epi32(0x400000), 0xEA);
 }
+INLINE vi subtract_where(Mask m, vi a, vi b) { return (vi)_mm512_maskz_sub_epi32(m, (__m512i)a, (__m512i)b); }
+constexpr int kFirstPlace = -5;
 #define MXPROBE_LOOK_UP 1
 INLINE vi look_up(vi index, vi table) { return (vi)_mm512_permutexvar_epi32((__m512i)index, (__m512i)table); }
 
@@ -144,17 +165,17 @@ INLINE vi look_up(vi index, vi table) { return (vi)_mm512_permutexvar_epi32((__m
 constexpr bool kSigned = false;
 typedef vi Mask;
 
-INLINE Mask is_zero(vf v) { return v == 0.0f; }
-INLINE Mask is_zero(vi v) { return v == 0; }
+INLINE Mask is_not_zero(vf v) { return v != 0.0f; }
 INLINE Mask is_above(vf v, vf limit) { return v > limit; }
 INLINE Mask is_negative(vi v) { return v >> 31; }
 INLINE Mask none_of(Mask m) { return ~m; }
+INLINE bool any_of(Mask m) { return lane_max(-m); }
 INLINE void add_where(Mask m, vf& sum, vf a, vf b) { sum += as_float(as_int(a) & m) * b; }
 INLINE void add_where(Mask m, vi& sum, vi v) { sum += v & m; }
-INLINE vf at_least(vf v, vf limit) { return max(v, limit); }
 INLINE vf at_most(vf v, vf limit) { return min(v, limit); }
 INLINE vf clipped(vf v, vf limit) { return min(max(v, -limit), limit); }
-INLINE vf one_and_a_half(vf v) { return as_float((as_int(v) & kInfinity) | 0x400000); }
+INLINE vi one_and_a_half(vi v) { return (v & kInfinity) | 0x400000; }
+constexpr int kFirstPlace = 252;
 
 #if defined(__FMA__) && LANES == 8
 constexpr bool kFused = true;
@@ -207,6 +228,38 @@ INLINE vi expand(Raw<D> raw) {
 template <DType D>
 INLINE vi load(const char* p) {
   return expand<D>(load_raw<D>(p));
+}
+
+// 2 LANES elements from two vectors in memory's order -> fp32 bits; bf16's even ones, then its odd ones, which takes two
+// instructions. So are a pair's amax and elements, whatever the order.
+template <DType D>
+INLINE void expand_pair(Raw<D> first, Raw<D> second, vi (&pair)[2]) {
+  if constexpr (D == DType::kBFloat16) {
+    vi both;
+    std::memcpy(&both, &first, sizeof first);
+    std::memcpy((char*)&both + sizeof first, &second, sizeof second);
+    pair[0] = both << 16, pair[1] = both & int32_t(0xFFFF0000);
+  } else {
+    pair[0] = expand<D>(first), pair[1] = expand<D>(second);
+  }
+}
+
+template <DType D>
+INLINE void load_pair(const char* p, vi (&pair)[2]) {
+  if constexpr (D == DType::kBFloat16) {
+    vi both;
+    std::memcpy(&both, p, sizeof both);
+    pair[0] = both << 16, pair[1] = both & int32_t(0xFFFF0000);
+  } else {
+    pair[0] = load<D>(p), pair[1] = load<D>(p + sizeof(Raw<D>));
+  }
+}
+
+// Counters of elements -> of lanes.
+template <DType D>
+INLINE vi widen(Raw<D> counters) {
+  if constexpr (D == DType::kFloat32) return counters;
+  else return widen_words(counters);
 }
 
 // Without the sign: larger bits are larger magnitudes, a NaN the largest.
