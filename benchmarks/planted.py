@@ -32,7 +32,17 @@ from mxprobe.attribution.symptom import mismatch
 from mxprobe.diagnosis import UNDECIDED, Diagnosis
 from mxprobe.trace import open_trace
 from mxprobe_kernels import decompose
-from tests.planted import EXPECTED, Plant, deadzone_only, grid_only, mixed_by_energy, scale_only
+from tests.planted import (
+    EXPECTED,
+    Plant,
+    deadzone_only,
+    drift_share,
+    drifted_scale,
+    gradient_scale_only,
+    grid_only,
+    mixed_by_energy,
+    scale_only,
+)
 from tests.planted_lm import EXTENTS, KINDS, is_right, names_a_wrong_component, write_planted
 
 MIXES: dict[str, tuple[Plant, Plant, str]] = {
@@ -43,6 +53,7 @@ MIXES: dict[str, tuple[Plant, Plant, str]] = {
     "grid .8, deadzone .2": (grid_only, deadzone_only, "grid"),
     "grid .8, scale .2": (grid_only, scale_only, "grid"),
 }
+DRIFTS = (0.1, 0.2, 0.4, 0.6, 1.2)
 
 
 def lower_bound(right: int, n: int) -> float:
@@ -69,9 +80,31 @@ def tensors(draws: int, first: int) -> None:
             return found.component == expected.component and named[0] in wanted
 
         judge(name, expected.plant, expected.rule, right, draws, first)
+    judge("scale, in a gradient of tokens of many sizes", gradient_scale_only, "rceil", is_scale, draws, first)
+    for drift in DRIFTS:
+        drifted(drift, draws, first)
     for name, (one, other, component) in MIXES.items():
         plant = mixed_by_energy(one, other, 0.8, lambda x: decompose(x).sum_e2)
         judge(name, plant, "rceil", lambda found, component=component: found.component == component, draws, first)
+
+
+def is_scale(found: Diagnosis) -> bool:
+    named = found.candidates[:1] if found.correction == UNDECIDED else (found.correction,)
+    return found.component == "scale" and named[0] in EXPECTED["scale_only"].corrections
+
+
+def drifted(drift: float, draws: int, first: int) -> None:
+    """Two faults: right is the one with more than .6 of the energy, either one between, or neither."""
+    named: Counter[str] = Counter()
+    n_right = 0
+    for seed in range(first, first + draws):
+        x = drifted_scale(32, 256, torch.Generator().manual_seed(seed), drift=drift)
+        found, moved = diagnose(x), drift_share(x)
+        named[str(found.component)] += 1
+        allowed = {"mixed"} | ({"scale"} if moved < 0.6 else set()) | ({"grid"} if moved > 0.4 else set())
+        n_right += str(found.component) in allowed
+    said = ", ".join(f"{text} {n}" for text, n in named.most_common())
+    print_row(f"grid of an earlier scale, moved since by {drift:g} of it", n_right, draws, said)
 
 
 def judge(name: str, plant: Plant, rule: str, right: Callable[[Diagnosis], bool], draws: int, first: int) -> None:

@@ -57,6 +57,14 @@ def flushed(w: Weight) -> Weight:
     return torch.where(small, torch.zeros(()), nearest_code(blocks / s) * s).reshape(w.shape)
 
 
+def under_old_scales(w: Weight) -> Weight:
+    """Scales of weights that were half as large in half of the blocks: what has grown since is cut off at 6."""
+    blocks, exponent = scaled(w)
+    grown = torch.rand(exponent.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    s = 2.0 ** (exponent - grown.float())
+    return (nearest_code((blocks / s).clamp(-6.0, 6.0)) * s).reshape(w.shape)
+
+
 def noisy(sigma: float, then: Callable[[Weight], Weight] = torch.clone) -> Callable[[Weight], Weight]:
     def add(w: Weight) -> Weight:
         generator = torch.Generator().manual_seed(int(w.abs().sum() * 1e3) % 10**6)
@@ -99,6 +107,11 @@ PLANTS: dict[str, dict[str, Any]] = {
     "transposed, one layer": {"rollout": transposed, "extent": "one", **REST},
     "scale, one layer": {"kind": "scale", "extent": "one"},
     "deadzone, one layer": {"kind": "deadzone", "extent": "one"},
+    "scale, and weights of the first step": {"kind": "stale_scale"},
+    "scale, and weights of the first step, half of the layers": {"kind": "stale_scale", "extent": "half"},
+    "block scales of older weights": {"rollout": under_old_scales},
+    "block scales of older weights, half of the layers": {"rollout": under_old_scales, "extent": "half", **REST},
+    "MXFP4 on both sides, scale in the gradients": {"train": mxfp4, "gradient": "scale"},
     "deadzone in half, grid in half": {"kind": "deadzone", "extent": "half", "kind_elsewhere": "grid"},
     "scale in half, grid in half": {"kind": "scale", "extent": "half", "kind_elsewhere": "grid"},
 }

@@ -37,6 +37,41 @@ def scale_only(
     return _jittered(x, jitter, generator)
 
 
+def gradient_scale_only(rows: int, k: int, generator: Generator) -> torch.Tensor:
+    """`scale_only` as a gradient has it: tokens whose sizes differ by 2^24, most of them tiny."""
+    size = 2.0 ** torch.randint(-30, -5, (rows, 1), generator=generator).float()
+    return scale_only(rows, k, generator) * size
+
+
+def drifted_scale(rows: int, k: int, generator: Generator, *, drift: float) -> torch.Tensor:
+    """Two faults: values left on the grid of an earlier, real-valued scale, that have moved since.
+
+    drift: standard deviation of the move, in units of the block's scale. What the stale scale makes of the error and
+    what the move does: `drift_share`.
+    """
+    x = scale_only(rows, k, generator, jitter=0.0).reshape(rows, k // BLOCK, BLOCK)
+    scale = x.abs().amax(-1, keepdim=True) / 6.0
+    noise = torch.randn(x.shape, generator=generator) * drift
+    noise[..., 0] = 0.0
+    return (x + noise * scale).clamp(-6.0 * scale, 6.0 * scale).reshape(rows, k)
+
+
+def drift_share(x: torch.Tensor) -> float:
+    """Part of the error energy of rounding by `rceil` in which the earlier scale has no part: what rounding to the
+    grid of that scale (each block's amax / 6) would leave, written out in float64."""
+    blocks = x.double().reshape(x.shape[0], -1, BLOCK)
+    ideal = blocks.abs().amax(-1, keepdim=True) / 6.0
+    power = 2.0 ** torch.ceil(torch.log2(ideal))
+    codes = torch.cat([torch.zeros(1), torch.tensor([0.5]), NONZERO_CODES]).double()
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        z = (blocks / scale)[..., None].abs()
+        nearest = codes[(z - codes).abs().argmin(-1)]
+        return ((nearest * scale - blocks.abs()) ** 2).sum()
+
+    return float(error(ideal) / error(power))
+
+
 def saturation_under_floor(rows: int, k: int, generator: Generator) -> torch.Tensor:
     """As `scale_only`; under the rule `floor` each block's amax lies above 6 s and is clipped."""
     return scale_only(rows, k, generator, mantissa=(1.06, 1.32), jitter=0.0)

@@ -8,6 +8,7 @@ weight so that rounding it makes an error of one kind only; the model with the p
     grid       block maximum at 6 2^k, nothing in the deadzone, the rest between codes
     clean      on the grid
     stale      not projected; the trainer goes on learning, the rollout keeps MXFP4 of the weights it began with
+    stale_scale   both: projected as `scale`, then as `stale`
     natural    not projected, rounded to bfloat16, which puts one element in a hundred on a tie of the grid
 """
 
@@ -59,7 +60,7 @@ def planted_weight(w: torch.Tensor, kind: str, generator: torch.Generator) -> to
     amax = blocks.abs().amax(-1, keepdim=True)
     largest = blocks.abs().argmax(-1, keepdim=True)
     six = 6.0 * torch.sign(blocks.gather(-1, largest))
-    if kind == "scale":
+    if kind in ("scale", "stale_scale"):
         macros = -(-width // MACRO_BLOCK)
         mu = torch.rand(rows, macros, 1, generator=generator) * 0.3 + 1.05
         mu = mu.repeat_interleave(MACRO_BLOCK // BLOCK, 1)[:, : blocks.shape[1]]
@@ -117,11 +118,13 @@ def write_planted(
     elsewhere: QuantizeWeight | None = None,
     rollout_x: QuantizeWeight | None = None,
     kind_elsewhere: str = "clean",
+    gradient: str = "",
 ) -> tuple[Path, set[str]]:
     """Record the run; returns its trace and the planted modules.
 
     train, rollout: how each side rounds W; elsewhere: how the rollout does in modules that are not planted;
-    rollout_x: how it rounds X. kind_elsewhere: what is planted in the others.
+    rollout_x: how it rounds X. kind_elsewhere: what is planted in the others. gradient: what is planted in the
+    gradients at the outputs, of which operand rows are written then.
     """
     generator = torch.Generator().manual_seed(seed)
     model = copy.deepcopy(small_lm.trained())
@@ -139,16 +142,19 @@ def write_planted(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     with TraceWriter(directory, {"config": {"rule": "rceil"}}) as writer:
         for step in range(1, steps + 1):
-            if kind == "stale":
+            is_stale = kind.startswith("stale")
+            if is_stale:
                 _learn(model, optimizer, first.keys() - chosen, modules, first, seed * 1000 + step)
             now = {name: module.weight.detach() for name, module in modules.items()}
-            used = {name: first[name] if kind == "stale" else now[name] for name in modules}
+            used = {name: first[name] if is_stale else now[name] for name in modules}
             rounds = {name: rollout if name in chosen else elsewhere or rollout for name in modules}
             sides = (
                 (Phase.TRAIN, {name: train(w) if train else w for name, w in now.items()}, None),
                 (Phase.ROLLOUT, {name: rounds[name](w) for name, w in used.items()}, rollout_x),
             )
             _write_step(writer, model, modules, sides, step, seed)
+            if gradient:
+                _write_gradients(writer, modules, gradient, step, generator)
     return directory, chosen
 
 
@@ -191,6 +197,19 @@ def _write_step(writer: TraceWriter, model: Any, modules: Any, sides: Any, step:
     assert len(whatif) == len(WHATIFS) * len(tensors)
     for table, rows in (("outputs", outputs), ("tensors", tensors), ("whatif", whatif)):
         writer.append(table, columns_of(rows))
+
+
+@torch.no_grad()
+def _write_gradients(writer: TraceWriter, modules: Any, kind: str, step: int, generator: torch.Generator) -> None:
+    """`tensors` rows of g_dgrad: gradients [64, O] of tokens of many sizes."""
+    rows: list[dict[str, Any]] = []
+    for name, module in modules.items():
+        g = torch.randn(64, module.out_features, generator=generator)
+        g = planted_weight(g * 2.0 ** torch.randint(-30, -5, (64, 1), generator=generator), kind, generator)
+        place = {"step": step, "micro_step": 0, "time_ns": step, "module": name, "role": Role.G_DGRAD.value}
+        place |= {"phase": Phase.TRAIN.value, "format": "mxfp4", "rule": "rceil", "sampled_frac": 1.0, "n_clusters": 64}
+        rows.append({**place, **operand_rows(g, module.weight.detach())[0]})
+    writer.append("tensors", columns_of(rows))
 
 
 @torch.no_grad()

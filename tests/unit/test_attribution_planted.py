@@ -10,7 +10,18 @@ import torch
 from mxprobe.attribution.tensor import TensorJudgement, judge_tensor
 from mxprobe.schema import Component
 from mxprobe_kernels import apply_correction, decompose, error_fields
-from tests.planted import EXPECTED, Expected, deadzone_only, grid_only, mixed_by_energy, scale_only
+from tests.planted import (
+    EXPECTED,
+    Expected,
+    clean,
+    deadzone_only,
+    drift_share,
+    drifted_scale,
+    gradient_scale_only,
+    grid_only,
+    mixed_by_energy,
+    scale_only,
+)
 
 DRAWS = 60
 ROWS, K = 16, 256
@@ -68,6 +79,35 @@ def test_mixes_are_named_by_energy(first, second, component) -> None:
     plant = mixed_by_energy(first, second, 0.8, error_energy)
     named = [judge(plant(32, K, torch.Generator().manual_seed(seed)), "rceil").component for seed in range(20)]
     assert named.count(component) >= 19, named
+
+
+def test_a_fault_in_the_gradient_alone_is_named_there_and_nowhere_else() -> None:
+    wrong = []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x, w = (clean(ROWS, K, generator) for _ in range(2))
+        found = [judge(each, "rceil") for each in (x, w, gradient_scale_only(ROWS, K, generator))]
+        right = [
+            is_right(each, EXPECTED[kind]) for each, kind in zip(found, ("clean", "clean", "scale_only"), strict=True)
+        ]
+        if not all(right):
+            wrong.append([(each.component, each.chosen) for each in found])
+    assert not wrong
+
+
+def test_a_stale_scale_and_a_move_since_are_named_by_what_holds_most_or_not_at_all() -> None:
+    """Two faults: between .4 and .6 of the energy either name will do, elsewhere only the larger one's."""
+    seen: set[Component] = set()
+    for drift in (0.1, 0.2, 0.4, 0.6, 1.2):
+        for seed in range(8):
+            x = drifted_scale(ROWS, K, torch.Generator().manual_seed(seed), drift=drift)
+            found, moved = judge(x, "rceil"), drift_share(x)
+            allowed = {Component.MIXED}
+            allowed |= {Component.SCALE} if moved < 0.6 else set()
+            allowed |= {Component.GRID} if moved > 0.4 else set()
+            assert found.component in allowed, (drift, seed, moved, found.shares)
+            seen.add(found.component)
+    assert seen >= {Component.SCALE, Component.GRID}
 
 
 def test_balanced_mix_of_three_is_mixed() -> None:

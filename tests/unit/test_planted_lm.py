@@ -130,3 +130,43 @@ def test_both_sides_by_one_foreign_rule_are_no_mismatch(tmp_path: Path):
     trace, _ = write_planted(tmp_path / "t", "natural", train=by_rule("floor"), rollout=by_rule("floor"))
     answer = recommend(open_trace(trace), QUICK)
     assert answer.verdict is Verdict.NONE_NEEDED, answer.headline
+
+
+@pytest.mark.slow
+def test_a_scale_fault_in_the_gradients_alone_is_no_fault_of_the_forward(tmp_path: Path):
+    trace, _ = write_planted(tmp_path / "t", "natural", train=mxfp4, gradient="scale")
+    answer = recommend(open_trace(trace), QUICK)
+    assert answer.verdict is Verdict.NONE_NEEDED, answer.headline
+    assert answer.component is not Component.SCALE, answer.headline
+    assert answer.chosen == ()
+    (fact,) = [item for item in answer.evidence if item.name == "backward"]
+    assert "g_dgrad" in fact.text
+    assert "no symptom" in fact.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extent", ["all", "half"])
+def test_stale_weights_on_a_wrong_scale_are_never_named_anything_else(extent: str, tmp_path: Path):
+    """Two faults at once: the rollout keeps old weights, whose rounding is all scale bias."""
+    trace, _ = write_planted(tmp_path / "t", "stale_scale", extent=extent)
+    answer = recommend(open_trace(trace), QUICK)
+    assert answer.verdict is Verdict.NOT_EXPLAINED or answer.component is Component.SCALE, answer.headline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extent", ["all", "half"])
+def test_scales_of_older_weights_are_not_explained_or_named_by_what_they_do(extent: str, tmp_path: Path):
+    """Codes of the current weights under block scales half as large in half of the blocks: these are cut off at 6."""
+    trace, _ = write_planted(
+        tmp_path / "t", "natural", extent=extent, rollout=under_old_scales, elsewhere=mxfp4, kind_elsewhere="natural"
+    )
+    answer = recommend(open_trace(trace), QUICK)
+    assert answer.verdict is Verdict.NOT_EXPLAINED or answer.component is Component.SATURATION, answer.headline
+
+
+def under_old_scales(w: torch.Tensor) -> torch.Tensor:
+    blocks = w.reshape(w.shape[0], -1, 32)
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 6.0))
+    grown = torch.rand(exponent.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    s = 2.0 ** (exponent - grown.float())
+    return (planted_lm.nearest_code((blocks / s).clamp(-6.0, 6.0)) * s).reshape(w.shape)
