@@ -81,6 +81,9 @@ class AgentConfig:
     """Random directions of each replay by which errors are followed into the weight gradients; 0: none."""
     max_overhead: float = 0.0
     """Share of the step time that the probe may cost; probes are put off, then made smaller. 0: no limit."""
+    max_gpu_memory: int = 256 << 20
+    """Bytes of the GPU that copies may take at once; fewer modules, rows and features are then measured at a time.
+    0: no limit."""
     eager_probe_steps: bool = False
     """Run the probed steps of a compiled model eagerly, so that hooks on its modules are called; not bit for bit."""
     record: bool = False

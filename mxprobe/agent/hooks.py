@@ -31,7 +31,7 @@ from mxprobe.agent.adapters.placement import Placement
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
-from mxprobe.agent.sampling import seed_of, take
+from mxprobe.agent.sampling import TILE, seed_of, take
 from mxprobe.agent.snapshot import Chosen, Snapshot, choose_rows, choose_tiles
 from mxprobe.agent.weights import WeightSample, sample_weight
 from mxprobe.schema import Phase
@@ -125,7 +125,21 @@ class ModuleProbe:
         rows = 2 * self._max_rows * (in_features + 2 * out_features)
         weight = min(out_features, self._max_features) * in_features
         weight += min(in_features, self._max_features) * out_features
-        return (rows + 2 * weight) * 4  # the weight with gradient and without
+        return (rows + 2 * weight) * self._element_bytes  # the weight with gradient and without
+
+    @property
+    def _element_bytes(self) -> int:
+        """Of X, Y, G and W: those of the module's parameters, where these are all of half precision."""
+        kinds = {p.dtype for p in self.module.parameters(recurse=False)}
+        return 2 if kinds and kinds <= {torch.bfloat16, torch.float16} else 8 if torch.float64 in kinds else 4
+
+    def shrink(self, max_bytes: int) -> bool:
+        """Copy fewer rows and features from now on, so that a step's copies fit; whether that was needed."""
+        before = self._max_rows, self._max_features
+        while self.sample_bytes > max_bytes and max(self._max_rows, self._max_features) > TILE:
+            self._max_rows = max(self._max_rows // 2, TILE)
+            self._max_features = max(self._max_features // 2, TILE)
+        return before != (self._max_rows, self._max_features)
 
     def finish_step(self) -> None:
         """The optimizer has stepped: send what is still held, and disarm."""

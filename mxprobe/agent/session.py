@@ -11,7 +11,6 @@ under the dead flag of each probe: the controller is lost, or no boundary comes 
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -23,12 +22,14 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
+from mxprobe.agent import device_steps, memory
 from mxprobe.agent.adapters.master import is_stepped_by
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.adapters.tokens import token_group
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
+from mxprobe.agent.device_steps import DeviceSteps
 from mxprobe.agent.eager import EagerSteps
 from mxprobe.agent.engines.layouts import HeldWeight, weights_of
 from mxprobe.agent.engines.sync import WeightSync
@@ -38,6 +39,7 @@ from mxprobe.agent.hooks import ModuleProbe, any_rollout
 from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows, not_to_be_hooked, take_inventory
 from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.ledger import Ledger
+from mxprobe.agent.memory import DeviceMemory, let_go_after
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.moe.numbers import first_experts
@@ -56,8 +58,6 @@ from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
 from mxprobe.protocol import AgentConfig
 
-SNAPSHOT_BYTES = 1 << 30
-"""Copies held at once; modules that do not fit into one probed step take turns."""
 METRICS = "metrics"
 """Role of a process that is listened to for its signals alone."""
 FOREIGN_STEPS = 4
@@ -100,6 +100,8 @@ class Session:
         """Our thread was at work when this step began."""
         self._signals = SignalTaps(self._on_signals, self.guard.swallow, tell)
         self._milestones = Milestones(self.guard, tell)
+        self._memory = DeviceMemory(config.max_gpu_memory, tell)
+        self._device_steps = DeviceSteps.of("cpu")
         self._replays = Replays(config, self._clock, self.guard, tell)
         self._tokens = TokenTaps(self._clock, self.guard, tell)
         self._norms = NormWatch(self.guard)
@@ -221,6 +223,10 @@ class Session:
             "every": self._config.every,
             "steps_put_off": self._budget.n_late,
             "module_share": self._budget.share,
+            "memory": self._memory.words(),
+            "memory_peak_bytes": self._memory.peak,
+            "memory_limit_bytes": self._memory.limit,
+            "device_steps": self._device_steps.words(),
             "n_dropped": self._transport.n_dropped_rows,
             "n_abandoned": self.worker.n_abandoned,
             "n_errors": self.guard.n_errors,
@@ -308,13 +314,15 @@ class Session:
                     entry.module,
                     clock=self._clock,
                     guard=self.guard,
-                    submit=self.worker.submit,
+                    submit=self._submit,
                     max_rows=config.max_rows,
                     max_features=config.max_features,
                     trains=self.role == "trainer",
                     part=entry.part,
                     token_group=group,
                 )
+        self._memory.settle(list(self._probes.values()))
+        self._device_steps = DeviceSteps.of(self._memory.device)
         self._signals.ensure_wrapped()
         self._clock.advance()
         self._roots = [weakref.ref(root) for root in roots]
@@ -389,6 +397,7 @@ class Session:
         generated = any_rollout(probes)
         for probe in probes:
             probe.forget()
+        self._device_steps.mark(probed=clock.probed or clock.only_outputs)
         self._schedule.close(clock, generated=generated)
         self.n_steps += 1
         self.n_probed += clock.probed
@@ -411,11 +420,13 @@ class Session:
         self._milestones.finish(self._optimizer() if self._optimizer is not None else None)
         measured = self._tokens.finish()
         if measured is not None:
-            self.worker.put(lambda: ledger.record_rollouts(measured, self._tokens.tell))
+            release = self._memory.hold(measured)
+            self.worker.put(lambda: let_go_after(lambda: ledger.record_rollouts(measured, self._tokens.tell), release))
         if self.role == "rollout" and (self._sync.is_due or clock.probed):
             held = self._sync.take([root for reference in self._roots if (root := reference()) is not None])
             if held is not None:
-                self.worker.put(lambda: ledger.record_held(held, step))
+                let_go = self._memory.hold(held)
+                self.worker.put(lambda: let_go_after(lambda: ledger.record_held(held, step), let_go))
         weights = self._norms.finish()
         if weights is not None:
             self.worker.put(lambda: ledger.record_norms(weights, step))
@@ -441,7 +452,8 @@ class Session:
             routers = {name: p.module for name, p in probes.items() if is_router(p.module)}
             copies = copy_versions(clock.step, {**self._linears(), **routers})
             copies += copy_expert_versions(clock.step, (p for p in probes.values() if isinstance(p, ExpertsProbe)))
-            self.worker.put(lambda: self.worker.keep_versions(copies))
+            let_go = self._memory.hold(copies)
+            self.worker.put(lambda: let_go_after(lambda: self.worker.keep_versions(copies), let_go))
         affordable = self._budget.affords_probe()
         if not affordable and self._schedule.is_due(clock.step):
             self._budget.put_off()
@@ -460,11 +472,8 @@ class Session:
             self._eager.enter()
             for detail in self._budget.begin_probe():
                 self._ledger.on_event("thinned", detail)
-        left, n_left = SNAPSHOT_BYTES, math.ceil(self._budget.share * len(self._probes))
-        for probe in sorted(self._probes.values(), key=lambda probe: probe.last_probed)[:n_left]:
-            if probe.sample_bytes <= left or left == SNAPSHOT_BYTES:
-                probe.arm()
-                left -= probe.sample_bytes
+        for probe in self._memory.choose(list(self._probes.values()), self._budget.share):
+            probe.arm()
 
     def _forked(self) -> bool:
         """In a child process there is no thread of ours to hand anything to."""
@@ -474,6 +483,10 @@ class Session:
             probe.armed = False
         self.state = State.GONE
         return True
+
+    def _submit(self, snapshot: Any) -> None:
+        self._memory.take(snapshot)
+        self.worker.submit(snapshot)
 
     def _on_signals(self, rows: list[dict[str, Any]]) -> None:
         self._ledger.on_signals(rows, self.n_steps if self.role == "trainer" else None)
@@ -492,9 +505,15 @@ class Session:
         try:
             self._take_out(reason)
             if was_attached:
+                self._sum_up()
                 self.worker.put(lambda: self._ledger.farewell(reason, self.n_steps))
         finally:
             self.gone.set()
+
+    def _sum_up(self) -> None:
+        for kind, words in ((memory.EVENT, self._memory.words()), (device_steps.EVENT, self._device_steps.words())):
+            if words and self.role != METRICS:
+                self._ledger.on_event(kind, words)
 
     def _take_out(self, reason: str) -> None:
         removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap, self._eager.leave]

@@ -100,6 +100,13 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     "Default: 3%, and no limit where --every is given.",
 )
 @click.option(
+    "--max-gpu-memory",
+    type=Size(),
+    default=_DEFAULTS.max_gpu_memory,
+    show_default="256MiB",
+    help="GPU memory that copies may take at once; fewer modules are then measured at a time. 0: no limit.",
+)
+@click.option(
     "--eager-probe-steps",
     is_flag=True,
     help="Run probed steps of a torch.compile'd model eagerly, so that its modules are seen. Not bit for bit.",
@@ -139,6 +146,7 @@ def command(
     experts: int,
     rule: str,
     max_overhead: float | None,
+    max_gpu_memory: int,
     eager_probe_steps: bool,
     record: bool,
     keep: tuple[int | None, float | None] | None,
@@ -191,6 +199,7 @@ def command(
         experts=experts,
         rule=rule,
         max_overhead=_limit(ctx) if max_overhead is None else max_overhead,
+        max_gpu_memory=max_gpu_memory,
         eager_probe_steps=eager_probe_steps,
         record=record,
         torch_wait_s=min(max(wait or 0.0, _DEFAULTS.torch_wait_s), _MAX_TORCH_WAIT_S),

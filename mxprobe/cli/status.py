@@ -96,4 +96,9 @@ def _overhead(agent: dict[str, Any]) -> list[str]:
         lines.append(f"  thinned    a probe every {interval:.0f} steps in place of {agent['every']}")
     if agent["module_share"] < 1:
         lines.append(f"  thinned    each probe measures {agent['module_share']:.1%} of the modules, in turn")
+    lines += [
+        f"  {name:10} {agent[key]}"
+        for name, key in (("device", "device_steps"), ("memory", "memory"))
+        if agent.get(key)
+    ]
     return lines

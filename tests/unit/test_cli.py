@@ -38,6 +38,7 @@ OPTIONS = {
         "ray",
         "record",
         "max_overhead",
+        "max_gpu_memory",
         "eager_probe_steps",
     },
     "trigger": {"job"},

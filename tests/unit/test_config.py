@@ -40,6 +40,7 @@ def test_defaults_are_those_of_the_code_they_configure(tmp_path: Path) -> None:
         "layers": agent.layers,
         "rule": agent.rule,
         "max_overhead": None,
+        "max_gpu_memory": agent.max_gpu_memory,
         "step_timeout": agent.step_timeout_s,
     }
     assert {each.source for each in settings.settings} == {DEFAULT}

@@ -91,6 +91,10 @@ class ExpertsProbe(ModuleProbe):
         parameter = expert_parameters(self.module)[self.part]
         return 2 * 5 * 4 * (CPU_ELEMENTS if parameter.device.type == "cpu" else DEVICE_ELEMENTS)
 
+    def shrink(self, max_bytes: int) -> bool:
+        """What is copied of experts is bounded as it is."""
+        return False
+
     def finish_step(self) -> None:
         counted = self.armed and not self._clock.only_outputs
         super().finish_step()

@@ -49,6 +49,10 @@ class GroupedProbe(ModuleProbe):
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         return 2 * 5 * 4 * (CPU_ELEMENTS if device == "cpu" else DEVICE_ELEMENTS)
 
+    def shrink(self, max_bytes: int) -> bool:
+        """What is copied of experts is bounded as it is."""
+        return False
+
     def _on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._splits = splits_of(args, kwargs)
         try:

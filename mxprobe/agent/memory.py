@@ -1,0 +1,162 @@
+"""What our copies take of the run's device: one budget, kept by measuring less at a time, and the measured peak.
+
+    at once <= limit     snapshots of a probed step, weights of a step, log-probabilities, an engine's rows
+
+Before a step is probed the modules whose turn it is are taken as long as an upper bound of their copies fits; an eighth
+of the limit is left for what else is copied. A module that would not fit alone is measured on fewer rows and features.
+Where the copies were larger than that all the same, the steps that follow take less by as much. On a CPU the limit is
+`HOST_BYTES` of its memory. What measuring takes for itself, beside the copies, is not counted; nor are replays.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Callable
+
+import torch
+
+from mxprobe.agent.hooks import ModuleProbe
+
+HOST_BYTES = 1 << 30
+RESERVED = 1 / 8
+EVENT = "memory"
+_DEPTH = 6
+
+Release = Callable[[], None]
+
+
+class DeviceMemory:
+    """`settle` once the model is known, `choose` before a probed step; `take` and `hold` from any thread."""
+
+    def __init__(self, max_gpu_bytes: int, tell: Callable[[str, str], None]) -> None:
+        """`max_gpu_bytes`: 0 for no limit."""
+        self.device = "cpu"
+        self.limit = HOST_BYTES
+        """Bytes; 0 for none."""
+        self.peak = 0
+        """Bytes of copies held at once, at most."""
+        self._max_gpu_bytes = max_gpu_bytes
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._of_step = self._others = self._step_peak = 0
+        self._scale = 1.0
+        self._has_told = False
+
+    def settle(self, probes: Sequence[ModuleProbe]) -> None:
+        """Read off where the model is; probes that do not fit alone are made smaller, or left out."""
+        self.device = next((p.device.type for probe in probes for p in probe.module.parameters()), "cpu")
+        if self.device == "cpu":
+            return
+        self.limit = self._max_gpu_bytes
+        if not self.limit:
+            return
+        smaller = [probe.name for probe in probes if probe.shrink(self._room)]
+        for probe in probes:
+            if probe.sample_bytes > self._room:
+                probe.why_unread = f"not measured: {self._why}"
+        if smaller:
+            self._tell("thinned", f"fewer rows and features of {len(smaller)} modules ({smaller[0]}, ...): {self._why}")
+
+    def choose(self, probes: Sequence[ModuleProbe], share: float) -> list[ModuleProbe]:
+        """Whose turn it is: at most that share of them, and no more than fit. The last step's are measured by now."""
+        with self._lock:
+            if self.limit and self._step_peak > self.limit:
+                self._scale *= self.limit / self._step_peak
+            self._of_step, self._step_peak = 0, self._others
+        wanted = sorted(probes, key=lambda probe: probe.last_probed)[: math.ceil(share * len(probes))]
+        if not self.limit:
+            return wanted
+        left = whole = self._room
+        chosen: list[ModuleProbe] = []
+        for probe in wanted:
+            if self.device != "cpu":
+                probe.shrink(whole)
+            n_bytes = probe.sample_bytes
+            if n_bytes <= left or (self.device == "cpu" and not chosen):
+                chosen.append(probe)
+                left -= n_bytes
+        if len(chosen) < len(wanted) and not self._has_told:
+            self._has_told = True
+            self._tell(
+                "thinned", f"a probed step measures {len(chosen)} of {len(probes)} modules, in turn: {self._why}"
+            )
+        return chosen
+
+    @property
+    def _room(self) -> int:
+        """Bytes for the snapshots of one step."""
+        if self.device == "cpu":
+            return self.limit
+        beyond = max(self._others - RESERVED * self.limit, 0.0)
+        return int(((1 - RESERVED) * self.limit - beyond) * self._scale)
+
+    @property
+    def _why(self) -> str:
+        flag = "" if self.device == "cpu" else " (--max-gpu-memory)"
+        return f"their copies are to take {megabytes(self.limit)} at most{flag}"
+
+    def take(self, snapshot: Any) -> None:
+        """A snapshot is handed over; it is held until the next step is chosen for."""
+        n_bytes = bytes_of(snapshot, self.device)
+        with self._lock:
+            self._of_step += n_bytes
+            self._note()
+
+    def hold(self, copies: Any) -> Release:
+        """Other copies; call what it returns once they are let go."""
+        n_bytes = bytes_of(copies, self.device)
+        with self._lock:
+            self._others += n_bytes
+            self._note()
+
+        def release() -> None:
+            with self._lock:
+                self._others -= n_bytes
+
+        return release
+
+    def _note(self) -> None:
+        now = self._of_step + self._others
+        self.peak, self._step_peak = max(self.peak, now), max(self._step_peak, now)
+
+    def words(self) -> str:
+        limit = f", limit {megabytes(self.limit)}" if self.limit else ", no limit"
+        return f"copies of {megabytes(self.peak)} at once at most, in memory of {self.device}{limit}"
+
+
+def let_go_after(job: Callable[[], None], release: Release) -> None:
+    """Do a job of the worker's with copies that are not needed any more once it is over, or has failed."""
+    try:
+        job()
+    finally:
+        release()
+
+
+def megabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f} MB"
+
+
+def bytes_of(thing: Any, device_type: str) -> int:
+    """Of the tensors on that kind of device in what the agent copied, each counted once."""
+    seen: set[int] = set()
+
+    def add(each: Any, depth: int) -> int:
+        if id(each) in seen or depth > _DEPTH:
+            return 0
+        if isinstance(each, torch.Tensor):
+            seen.add(id(each))
+            return each.numel() * each.element_size() if each.device.type == device_type else 0
+        if isinstance(each, dict):
+            return sum(add(value, depth + 1) for value in each.values())
+        if isinstance(each, (list, tuple)):
+            return sum(add(value, depth + 1) for value in each)
+        if is_dataclass(each) and not isinstance(each, type):
+            return sum(add(getattr(each, field.name), depth + 1) for field in fields(each))
+        if type(each).__module__.startswith("mxprobe.") and hasattr(each, "__dict__"):
+            return sum(add(value, depth + 1) for value in vars(each).values())
+        return 0
+
+    return add(thing, 0)
