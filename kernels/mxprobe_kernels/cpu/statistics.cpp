@@ -17,7 +17,7 @@ namespace ISA {
 namespace {
 
 constexpr int kPairs = kBlock / (2 * LANES);  // of vectors, in a row block
-constexpr int kGroups = 4;                    // of LANES blocks in a segment
+constexpr int kGroups = 7;                    // of LANES blocks in a segment
 constexpr int kStrip = 4;                     // vectors of columns taken together
 constexpr int kWidenPairs = kWiden / 2;
 
@@ -60,28 +60,37 @@ void row_segment(const char* p, int n_blocks, int length, int32_t bias, Totals& 
   const int n_groups = (n_blocks + LANES - 1) / LANES;
   vi amax[kGroups], exponent[kGroups];
   Raw<D> nonzero{};
-  int top = kNone;
+  vi tops = splat(kNone), peaks{};
   for (int g = 0; g < n_groups; g++) {
     const int first = g * LANES, n = std::min(LANES, n_blocks - first);
-    Raw<D> m[LANES]{};
-    for (int i = 0; i < n; i++) {
+    Raw<D> m[LANES];
+    const auto look = [&](int i) {
       const char* block = p + int64_t(first + i) * stride;
       for (int k = 0; k < 2 * kPairs; k++) {
         const Raw<D> v = load_magnitude<D>(block + k * vector);
         nonzero += at_most_one(v);
         m[i] = k ? max(m[i], v) : v;
       }
+    };
+    if (n == LANES) {
+      for (int i = 0; i < LANES; i++) look(i);
+    } else {
+      std::memset(m, 0, sizeof m);
+      for (int i = 0; i < n; i++) look(i);
     }
     amax[g] = expand<D>(lane_maxima(m));
     exponent[g] = account<D, LITE>(amax[g], n, length, bias, t);
-    top = std::max(top, lane_max(exponent[g]));
-    if (lane_max(amax[g]) >= kInfinity)
-      for (int i = 0; i < n; i++)
-        if (amax[g][i] >= kInfinity) {
-          const Found found = search<D>(p + int64_t(first + i) * stride, pair_bytes<D>, kPairs);
-          t.n_nonfinite += found.nonfinite, t.n_excluded_nonzero += found.nonzero;
-        }
+    tops = max(tops, exponent[g]), peaks = max(peaks, amax[g]);
   }
+  t.n_padded += int64_t(n_blocks) * (kBlock - length);
+  if (lane_max(peaks) >= kInfinity)
+    for (int i = 0; i < n_blocks; i++)
+      if (amax[i / LANES][i % LANES] >= kInfinity) {
+        const Found found = search<D>(p + int64_t(i) * stride, pair_bytes<D>, kPairs);
+        exclude(found.nonfinite, found.nonzero, length, t);
+        t.n_padded -= kBlock - length;
+      }
+  int top = lane_max(tops);
   t.nonzero += widen<D>(nonzero);
   // Blocks far below the largest scale would vanish beside it: they wait for a pass of their own.
   while (top > kNone) {
@@ -151,7 +160,7 @@ void column_strip(const char* p, int64_t stride, int length, int columns, int32_
       m[k] = max(m[k], v);
     }
   t.nonzero += widen<D>(nonzero);
-  int top = kNone;
+  vi tops = splat(kNone), peaks{};
   for (int k = 0; k < kStrip; k++) {
     if (k % 2 == 0) {
       vi pair[2];
@@ -160,16 +169,16 @@ void column_strip(const char* p, int64_t stride, int length, int columns, int32_
     }
     const int n = columns_of<D>(columns, k);
     exponent[k] = account<D, LITE>(amax[k], n, length, bias, t);
-    t.n_padded -= int64_t(kBlock - length) * n;  // rows that are not there are never added
-    top = std::max(top, lane_max(exponent[k]));
-    if (lane_max(amax[k]) >= kInfinity)
-      for (int j = 0; j < n; j++)
-        if (amax[k][j] >= kInfinity) {
-          const Found found = search<D>(p + k / 2 * pair_bytes<D>, stride, length, k % 2, j);
-          t.n_nonfinite += found.nonfinite, t.n_excluded_nonzero += found.nonzero;
-          t.n_padded += kBlock - length;
-        }
+    tops = max(tops, exponent[k]), peaks = max(peaks, amax[k]);
   }
+  if (lane_max(peaks) >= kInfinity)
+    for (int i = 0; i < kStrip * LANES; i++)
+      if (amax[i / LANES][i % LANES] >= kInfinity) {
+        const int k = i / LANES;
+        const Found found = search<D>(p + k / 2 * pair_bytes<D>, stride, length, k % 2, i % LANES);
+        exclude(found.nonfinite, found.nonzero, length, t);
+      }
+  int top = lane_max(tops);
   while (top > kNone) {
     Sums s{};
     vi keep[kStrip];

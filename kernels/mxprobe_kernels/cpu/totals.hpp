@@ -139,20 +139,17 @@ void finish(const Totals& t, double* v) {
 }
 
 // Everything that belongs to a block: lane j < n_blocks has the bits of one's amax, all of `length` elements. Returns
-// the exponents of their scales, kNone where a block is left out or not there.
+// the exponents of their scales, kNone where a block is left out or not there; `exclude` takes back what one left out has
+// been counted for.
 template <DType D, bool LITE>
 INLINE vi account(vi amax, int n_blocks, int length, int32_t bias, Totals& t) {
   const vi absent = lane_numbers() >= n_blocks, excluded = (amax >= kInfinity) & ~absent, out = absent | excluded;
   const vi zero = amax == 0;
   const vi raw = ((amax + bias) >> 23) - 129, exponent = zero ? splat(-127) : max(raw, splat(-127));
-  int n_excluded = 0;
-  t.n_blocks += n_blocks;
+  t.n_blocks += n_blocks, t.n_included += int64_t(n_blocks) * length;
   t.excluded -= excluded;
   t.amax = max(t.amax, out ? splat(0) : amax);
-  if (lane_max(-excluded)) n_excluded = int(-lane_sum(excluded));
-  t.n_included += int64_t(n_blocks - n_excluded) * length;
   if constexpr (!LITE) {
-    t.n_padded += int64_t(n_blocks - n_excluded) * (kBlock - length);
     t.clamped -= (raw < -127) & ~zero & ~out;
     const vi own = out ? splat(0) : exponent;
     const vf a = as_float(out ? splat(0) : amax) * as_float((127 - own) << 23);
@@ -170,6 +167,10 @@ INLINE vi account(vi amax, int n_blocks, int length, int32_t bias, Totals& t) {
     }
   }
   return out ? splat(kNone) : exponent;
+}
+
+inline void exclude(int64_t n_nonfinite, int64_t n_nonzero, int length, Totals& t) {
+  t.n_nonfinite += n_nonfinite, t.n_excluded_nonzero += n_nonzero, t.n_included -= length;
 }
 
 }  // namespace
