@@ -98,6 +98,11 @@ class DeviceMemory:
         flag = "" if self.device == "cpu" else " (--max-gpu-memory)"
         return f"their copies are to take {megabytes(self.limit)} at most{flag}"
 
+    @property
+    def reserve(self) -> int:
+        """Bytes for what is copied beside the snapshots."""
+        return int(RESERVED * (self.limit or HOST_BYTES))
+
     def take(self, snapshot: Any) -> None:
         """A snapshot is handed over; it is held until the next step is chosen for."""
         n_bytes = bytes_of(snapshot, self.device)

@@ -1,4 +1,8 @@
-"""Which steps are probed. One that is due while the last is still being measured, or not paid for, is put off."""
+"""Which steps are probed. One that is due while the last is still being measured, or not paid for, is put off.
+
+After the first, those whose number in the whole run is a multiple of N: by the optimizer's own count, which is the same
+on every rank whenever each was attached. Without such a count, every N-th step since attach.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,9 @@ class Schedule:
         self._weights_every = weights_every
         self._next_due = 1
         self._weights_due = 1
+        self._base: int | None = None
+        """Steps of the run before attach."""
+        self._is_aligned = False
         self._owed_until = 0
         self._generates: bool | None = None
         self._demanded = 0
@@ -24,6 +31,10 @@ class Schedule:
     def demand(self, n: int) -> None:
         """Probe the next n steps that can be, weights included; from any thread."""
         self._demanded = n
+
+    def align(self, base: int) -> None:
+        """The run had taken so many steps before attach; from any thread."""
+        self._base = base
 
     def is_due(self, step: int) -> bool:
         return step >= self._next_due
@@ -34,6 +45,12 @@ class Schedule:
         `busy`: earlier snapshots are not measured yet. Where it is not `affordable` only what was demanded is done.
         """
         step = clock.step
+        if self._base is not None and not self._is_aligned:
+            self._is_aligned = True
+            if self._next_due > 1:
+                self._next_due = self._after(step - 1, self._every, self._next_due)
+            if self._weights_due > 1:
+                self._weights_due = self._after(step - 1, self._weights_every, self._weights_due)
         if busy or not (affordable or self._demanded):
             return
         if self._demanded:
@@ -42,11 +59,17 @@ class Schedule:
         elif self.is_due(step):
             clock.probed = True
             clock.with_weights = step >= self._weights_due
-            self._next_due = max(self._next_due + self._every, step + 1)
+            self._next_due = self._after(step, self._every, self._next_due + self._every)
             if clock.with_weights:
-                self._weights_due = max(self._weights_due + self._weights_every, step + 1)
+                self._weights_due = self._after(step, self._weights_every, self._weights_due + self._weights_every)
         elif step <= self._owed_until:
             clock.only_outputs = True
+
+    def _after(self, step: int, n: int, otherwise: int) -> int:
+        """The first step after `step` that is the run's n-th; `otherwise`, or the next, where that is not known."""
+        if self._base is None:
+            return max(otherwise, step + 1)
+        return step + n - (self._base + step) % n
 
     def is_near(self, step: int, n: int) -> bool:
         """Whether `step` is probed or within n steps of the next that is; ask before `plan`."""

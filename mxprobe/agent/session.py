@@ -295,6 +295,7 @@ class Session:
 
     def _set_base(self, count: torch.Tensor) -> None:
         self.worker.step_base = int(count.item())
+        self._schedule.align(self.worker.step_base)
 
     def _install(self, roots: list[nn.Module]) -> None:
         self._watch.close()
@@ -423,7 +424,8 @@ class Session:
             release = self._memory.hold(measured)
             self.worker.put(lambda: let_go_after(lambda: ledger.record_rollouts(measured, self._tokens.tell), release))
         if self.role == "rollout" and (self._sync.is_due or clock.probed):
-            held = self._sync.take([root for reference in self._roots if (root := reference()) is not None])
+            roots = [root for reference in self._roots if (root := reference()) is not None]
+            held = self._sync.take(roots, self._memory.reserve)
             if held is not None:
                 let_go = self._memory.hold(held)
                 self.worker.put(lambda: let_go_after(lambda: ledger.record_held(held, step), let_go))

@@ -95,7 +95,7 @@ class WeightSync:
         self._calls[tap.function] += 1
         return False
 
-    def take(self, roots: Sequence[nn.Module]) -> Held | None:
+    def take(self, roots: Sequence[nn.Module], max_bytes: int = PASS_BYTES) -> Held | None:
         """Copies of what is held; None where there is nothing to compare."""
         self.is_due = False
         if self._is_new:
@@ -108,7 +108,7 @@ class WeightSync:
             n_seen += 1
             if n_seen <= self._turn:
                 continue
-            if n_bytes >= PASS_BYTES:
+            if n_bytes >= min(PASS_BYTES, max_bytes):
                 is_over = False
                 break
             self._turn = n_seen
