@@ -1,6 +1,7 @@
 """What attaching costs the run, as ratios measured in one go.
 
     python benchmarks/overhead.py [--pairs 3] [--window 12]    main-thread CPU time of a model with steps of a second
+    python benchmarks/overhead.py --whole [--pairs 3]          the same model, 200 whole steps by the default schedule
     python benchmarks/overhead.py --demo [--pairs 3]           wall time of the demo's GRPO job
 
 The first attaches to a running process and detaches again, over and over: stretches without mxprobe before and after
@@ -14,7 +15,11 @@ costs by itself. Of steps without events medians are taken: what else runs on th
 
 Intervals are Student's t over pairs.
 
-The second runs the job with and without, each pair back to back, and prints the share of the step spent in our hooks
+The second extrapolates nothing: an attach without options but where the trace goes, 200 steps with their probes, their
+replay for sensitivity and the limit of `--max-overhead`, between stretches without mxprobe of a quarter as many; means
+of the steps' CPU and wall time over those of the stretches, and the time in hooks by the trace. Six minutes a pair.
+
+The third runs the job with and without, each pair back to back, and prints the share of the step spent in our hooks
 as mxprobe measures it itself.
 """
 
@@ -28,7 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -204,21 +210,12 @@ def interval(ratios: Sequence[float]) -> str:
 
 def measure_model(pairs: int, window: int, n_tokens: int) -> None:
     before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name, "steps")
-        command = [sys.executable, "-c", TARGET, str(out), str(n_tokens)]
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        try:
-            target = Target(process, out)
-            target.wait_for(3)
-            measured: list[Pair] = []
-            for i in range(pairs):
-                measured.append(measure_pair(target, Path(name, str(i)), window))
-                print(f"pair {i + 1} of {pairs}: {measured[-1].overhead:+.2%}", file=sys.stderr, flush=True)
-            seconds = statistics.median(wall_s for _, wall_s in target.steps().values())
-        finally:
-            process.kill()
-            process.wait()
+    with running_model(n_tokens) as (target, directory):
+        measured: list[Pair] = []
+        for i in range(pairs):
+            measured.append(measure_pair(target, directory / str(i), window))
+            print(f"pair {i + 1} of {pairs}: {measured[-1].overhead:+.2%}", file=sys.stderr, flush=True)
+        seconds = statistics.median(wall_s for _, wall_s in target.steps().values())
     print(f"{pairs} pairs, steps of {seconds:.2f} s; load average {before:.1f} to {os.getloadavg()[0]:.1f}\n")
     print("| | main-thread CPU time, 95 % interval |")
     print("|---|---|")
@@ -228,6 +225,62 @@ def measure_model(pairs: int, window: int, n_tokens: int) -> None:
     for name, n in EVENTS.items():
         costs = [cost for pair in measured for cost in pair.costs[name]]
         print(f"| {name}, {n} in {PERIOD} steps, in steps | {interval(costs)} |")
+
+
+def measure_whole(pairs: int, period: int, n_tokens: int) -> None:
+    """The default schedule as it is; of another `period` than 200 the schedule is that much denser."""
+    scaled = {
+        "--every": DEFAULT.every * period // PERIOD,
+        "--weights-every": DEFAULT.weights_every * period // PERIOD,
+        "--sensitivity-every": DEFAULT.sensitivity_every * period // PERIOD,
+    }
+    schedule = [] if period == PERIOD else [text for name, n in scaled.items() for text in (name, str(max(n, 1)))]
+    print("| pair | CPU time | wall time | in hooks, by the trace | probes | replays | load average |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    ratios: list[tuple[float, float]] = []
+    with running_model(n_tokens) as (target, directory):
+        for i in range(pairs):
+            trace = directory / f"{i}.mxprobe"
+            before = alone(target, max(period // 4, 2))
+            mxprobe("attach", str(target.process.pid), "-o", str(trace), "--background", *schedule)
+            last = target.wait_for(period + 1)
+            mxprobe("detach", str(target.process.pid))
+            after = alone(target, max(period // 4, 2))
+            opened, steps = open_trace(trace), target.steps()
+            seen = opened.overhead().set_index("step").loc[:last].iloc[:period]
+            base = [*before, *after]
+            cpu, wall = (
+                statistics.mean(steps[step][k] for step in map(int, seen.index))
+                / statistics.mean(steps[step][k] for step in base)
+                - 1
+                for k in (0, 1)
+            )
+            ratios.append((cpu, wall))
+            hooks = float(seen.probe_ns.sum() / (seen.step_ns.sum() - seen.probe_ns.sum()))
+            replays = opened.sensitivity()["step"].nunique()
+            print(
+                f"| {i + 1}, {len(seen)} steps | {cpu:+.2%} | {wall:+.2%} | {hooks:.2%} | {int(seen.probed.sum())} "
+                f"| {replays} | {os.getloadavg()[0]:.1f} |",
+                flush=True,
+            )
+    cpu, wall = zip(*ratios, strict=True)
+    print(f"| mean, 95 % interval | {interval(cpu)} | {interval(wall)} | | | | |")
+
+
+@contextmanager
+def running_model(n_tokens: int) -> Iterator[tuple[Target, Path]]:
+    """The model, training, and a directory for its traces."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "steps")
+        command = [sys.executable, "-c", TARGET, str(out), str(n_tokens)]
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            target = Target(process, out)
+            target.wait_for(3)
+            yield target, Path(name)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def job_seconds(directory: Path, *, steps: int, schedule: tuple[int, int] | None) -> tuple[float, float]:
@@ -275,8 +328,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250, help="of the demo's job")
     parser.add_argument("--tokens", type=int, default=1024, help="of a step, which sets its length")
     parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--period", type=int, default=PERIOD, help="steps of --whole")
     options = parser.parse_args()
-    if options.demo:
+    if options.whole:
+        measure_whole(options.pairs, options.period, options.tokens)
+    elif options.demo:
         measure_demo(options.pairs, options.steps)
     else:
         measure_model(options.pairs, options.window, options.tokens)

@@ -1,7 +1,7 @@
 """What the probe cost: time in the training thread, time beside it, what was sent and what was lost."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,11 @@ import pandas as pd
 from .markup import Html, basis, bytes_text, card, duration_text, pairs, percent, scope, tag
 
 Array = npt.NDArray[np.float64]
+
+PERIOD = 200
+"""Steps that the cost of one replay is related to: by default there is one for sensitivity in so many."""
+PROBES = 4
+"""Probed steps in `PERIOD` steps of the default schedule."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,22 @@ class Overhead:
     n_dropped: int
     n_errors: int
     sent_bytes: int
+    replay_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Kind of replay -> median time of one in the training thread."""
+
+    def of_period(self, seconds: float) -> float:
+        """What takes so long once in `PERIOD` steps, as a share of their time without us."""
+        rest = float(np.median(self.step_s - self.hooks_s)) * PERIOD
+        return seconds / rest if rest > 0 else float("nan")
+
+    @property
+    def default_frac(self) -> float:
+        """Time in our hooks over `PERIOD` steps of the default schedule, from the medians of this run; NaN where it
+        probed no step or replayed none for sensitivity."""
+        if not self.is_probed.any() or self.is_probed.all() or SENSITIVITY not in self.replay_s:
+            return float("nan")
+        probe, other = (float(np.median(self.hooks_s[chosen])) for chosen in (self.is_probed, ~self.is_probed))
+        return self.of_period(PROBES * probe + (PERIOD - PROBES) * other + self.replay_s[SENSITIVITY])
 
     @property
     def hooks_frac(self) -> float:
@@ -37,7 +58,17 @@ class Overhead:
         return float(np.median(self.step_s[chosen])) if chosen.any() else float("nan")
 
 
-def of(frame: pd.DataFrame, run: Mapping[str, Any]) -> Overhead:
+SENSITIVITY, ARMS = "sensitivity", "other roundings"
+
+
+def of(
+    frame: pd.DataFrame,
+    run: Mapping[str, Any],
+    *,
+    sensitivity: Iterable[int] = (),
+    replays: Iterable[int] = (),
+) -> Overhead:
+    """sensitivity, replays: the steps that were replayed for each."""
     rows = frame.sort_values("step", kind="stable")
     # A row may add up several steps: then each of them is taken to be like their mean.
     n_steps = rows["n_steps"].fillna(1).to_numpy(dtype=int) if "n_steps" in rows else np.ones(len(rows), dtype=int)
@@ -56,7 +87,22 @@ def of(frame: pd.DataFrame, run: Mapping[str, Any]) -> Overhead:
         measuring_s=float(known.get("measure_ns", np.nan)) / 1e9,
         attached_s=float(known.get("step_ns", np.nan)) / 1e9,
         **sums,
+        replay_s=_replay_seconds(
+            rows["step"].to_numpy(dtype=int)[timed & (n_steps == 1)],
+            numbers[timed & (n_steps == 1), 1],
+            {SENSITIVITY: set(sensitivity) - set(replays), ARMS: set(replays)},
+        ),
     )
+
+
+def _replay_seconds(steps: npt.NDArray[np.int_], hooks_s: Array, replayed: Mapping[str, set[int]]) -> dict[str, float]:
+    """A replay runs after its step has been timed, and is booked on the next one."""
+    found: dict[str, float] = {}
+    for kind, at in replayed.items():
+        seconds = hooks_s[np.isin(steps - 1, sorted(at))]
+        if seconds.size:
+            found[kind] = float(np.median(seconds))
+    return found
 
 
 def section(overhead: Overhead) -> Html:
@@ -83,7 +129,20 @@ def _entries(overhead: Overhead) -> list[tuple[object, object]]:
         ("steps timed", f"{probed.size}, {int(probed.sum())} of them probed"),
         ("in our hooks, median", f"{in_hooks[0]} in a probed step, {in_hooks[1]} in others"),
         *((f"step {name}, median", text) for name, text in step.items()),
+        *(
+            (f"a replay for {kind}, median", f"{duration_text(s)}, {percent(overhead.of_period(s))} of {PERIOD} steps")
+            for kind, s in overhead.replay_s.items()
+        ),
+        *_default(overhead),
         ("rows dropped", f"{overhead.n_dropped}"),
         ("errors swallowed", f"{overhead.n_errors}"),
         ("sent", bytes_text(overhead.sent_bytes)),
     ]
+
+
+def _default(overhead: Overhead) -> list[tuple[object, object]]:
+    share = overhead.default_frac
+    if not np.isfinite(share):
+        return []
+    words = f"{percent(share)} of {PERIOD} steps: {PROBES} probes and a replay for sensitivity, from these medians"
+    return [("default schedule, in our hooks", words)]

@@ -111,7 +111,14 @@ class Report:
                 tag(
                     "div",
                     coverage.section(recommendation, inputs.modules),
-                    overhead.section(overhead.of(inputs.overhead, inputs.run)),
+                    overhead.section(
+                        overhead.of(
+                            inputs.overhead,
+                            inputs.run,
+                            sensitivity=inputs.sensitivity["step"].unique(),
+                            replays=inputs.replays["step"].unique(),
+                        )
+                    ),
                     class_="row two",
                     id="coverage",
                 ),

@@ -39,3 +39,20 @@ def test_first_and_last_step_have_no_neighbour() -> None:
 
 def test_no_step_timed_is_said() -> None:
     assert "No step was timed" in overhead.section(overhead.of(report_frames.frame("overhead", {}), {}))
+
+
+def test_a_replay_is_related_to_200_steps_and_booked_on_the_step_after_it() -> None:
+    frame = report_frames.overhead(240, 20)
+    frame.loc[frame["step"].isin([26, 146]), ["step_ns", "probe_ns"]] = [300_000_000, 240_000_000]
+    frame.loc[frame["step"] == 66, ["step_ns", "probe_ns"]] = [6_060_000_000, 6_000_000_000]
+    cost = overhead.of(frame, {}, sensitivity=[25, 65, 145], replays=[65])
+    assert cost.replay_s == pytest.approx({"sensitivity": 0.24, "other roundings": 6.0})
+    rest = 200 * (0.06 - 20e-6)
+    assert cost.of_period(0.24) == pytest.approx(0.24 / rest, rel=1e-6)
+    assert cost.default_frac == pytest.approx((4 * 0.32 + 196 * 20e-6 + 0.24) / rest, rel=1e-6)
+    page = overhead.section(cost)
+    assert "a replay for sensitivity, median</dt><dd>240 ms, 2.0 % of 200 steps" in page
+    assert "default schedule, in our hooks</dt><dd>12.7 % of 200 steps" in page
+    nothing = overhead.section(overhead.of(report_frames.overhead(240, 20), {}))
+    assert "replay" not in nothing
+    assert "default schedule" not in nothing
