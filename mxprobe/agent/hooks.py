@@ -70,6 +70,8 @@ class ModuleProbe:
         """Rows through the module in the last probed step, with gradient (each counted once)."""
         self.rollout_rows = 0
         self.last_probed = -1
+        self.weights_alone = False
+        """Its weights were measured without a call."""
         self.why_unread = ""
         """Set where a call was seen whose tensors cannot be read."""
         self.withheld = ""

@@ -56,7 +56,7 @@ def take_inventory(roots: list[nn.Module], globs: Sequence[str]) -> list[Entry]:
     for name, module in named_modules(roots):
         if isinstance(module, ParametrizationList):
             continue  # belongs to the module it parametrizes
-        obstacle = _COMPILED if id(module) in compiled else _FUSED if id(module) in fused else ""
+        obstacle = COMPILED if id(module) in compiled else _FUSED if id(module) in fused else ""
         try:
             entries += _entries_of(name, module, globs, obstacle)
         except Exception as error:  # of a class that has changed, or is no such class at all: the others go on
@@ -115,7 +115,7 @@ def _dtype(matrices: list[nn.Parameter]) -> str:
     return str(max(matrices, key=lambda p: p.numel()).dtype).replace("torch.", "") if matrices else ""
 
 
-_COMPILED = "runs inside torch.compile, where module hooks do not fire"
+COMPILED = "runs inside torch.compile, where module hooks do not fire"
 _FUSED = "inside torch.nn.TransformerEncoderLayer, whose fused inference path a hook would switch off"
 
 NO_GRADIENT = (
@@ -221,7 +221,7 @@ def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
         told = (probe.withheld, NO_GRADIENT * (probe.n_lost_gradients > 0), not_replayed)
         return PROBED, "; ".join(each for each in told if each)
     if entry.obstacle:
-        return NOT_CALLED, entry.obstacle
+        return NOT_CALLED, entry.obstacle + "; its weights alone are measured" * probe.weights_alone
     if probe.why_unread:
         return NOT_CALLED, f"called, but not readable: {probe.why_unread}"
     if not probe.trains and probe.rollout_rows:

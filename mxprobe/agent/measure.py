@@ -21,6 +21,8 @@ from typing import Any, Callable
 
 import torch
 
+from mxprobe.agent.adapters.placement import WHOLE, Placement
+from mxprobe.agent.bare_weights import WeightsSnapshot, weight_operands
 from mxprobe.agent.block_statistics import block_row, transposition_row
 from mxprobe.agent.codes import EVENT, WeightHistory
 from mxprobe.agent.moe.behaviour import OutputState
@@ -42,6 +44,7 @@ from mxprobe.agent.recipes import Call, Recipe, infer_recipe
 from mxprobe.agent.replay.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe.agent.sampling import TILE, Rows, take
 from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.weights import WeightSample
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels.formats import get_format
@@ -101,7 +104,7 @@ def _partner(operand: torch.Tensor, other: torch.Tensor | None, index: torch.Ten
 
 
 def measure_step(
-    snapshots: Sequence[Snapshot | ExpertsSnapshot],
+    snapshots: Sequence[Snapshot | ExpertsSnapshot | WeightsSnapshot],
     config: AgentConfig,
     *,
     step_base: int,
@@ -120,6 +123,10 @@ def measure_step(
     for snapshot in snapshots:
         if isinstance(snapshot, ExpertsSnapshot):
             rows = measure_experts(snapshot, config, step_base=step_base, state=experts or OutputState())
+        elif isinstance(snapshot, WeightsSnapshot):
+            rows = _operand_rows(
+                snapshot.key(step_base), weight_operands(snapshot.weight), snapshot.weight, config, waiting
+            )
         else:
             rows = _snapshot_rows(snapshot, config, step_base, recipes, history, waiting)
         try:
@@ -149,30 +156,50 @@ def _snapshot_rows(
         yield "events", _event(when, NOISE_EVENT, noise)
     fields: dict[Role, ErrorFields] = {}
     clusters: dict[Role, Row] = {}
-    for operand in operands(snapshot) if snapshot.with_operands else ():
+    if snapshot.with_operands:
+        yield from _operand_rows(
+            *(when, operands(snapshot), snapshot.weight, config, waiting),
+            placement=snapshot.placement,
+            fields=fields,
+            clusters=clusters,
+        )
+    if snapshot.g_index is not None:
+        fields.pop(Role.G_WGRAD, None)  # this rank has other tokens of G than of X: dW is not a product of the two
+    yield from _gradient_rows(when, fields, clusters, config)
+
+
+def _operand_rows(
+    when: Row,
+    measured_operands: Iterator[Operand],
+    weight: WeightSample,
+    config: AgentConfig,
+    waiting: dict[int, list[tuple[Row, Measured]]],
+    *,
+    placement: Placement = WHOLE,
+    fields: dict[Role, ErrorFields] | None = None,
+    clusters: dict[Role, Row] | None = None,
+) -> Iterator[TableRow]:
+    """Rows of each operand; `fields` and `clusters` are filled by role."""
+    fields, clusters = {} if fields is None else fields, {} if clusters is None else clusters
+    for operand in measured_operands:
         measured = measure_operand(operand, format=config.format, rule=config.rule)
         fields[operand.role] = measured.weighted
         clusters[operand.role] = {"sampled_frac": operand.sampled_frac, "n_clusters": operand.n_clusters}
-        place = snapshot.placement.words(operand.role)
-        key: Row = {**when, "role": operand.role.value, "placement": place}
+        key: Row = {**when, "role": operand.role.value, "placement": placement.words(operand.role)}
         key.update(format=config.format, rule=config.rule)
         length, block = operand.a.shape[1], get_format(config.format).block
-        edges = operand.n_counted * snapshot.placement.edge_blocks(operand.role, length, 1, block)
+        edges = operand.n_counted * placement.edge_blocks(operand.role, length, 1, block)
         yield "tensors", {**key, **measured.row, "n_edge_blocks": round(edges)}
         sampled = {name: measured.row[name] for name in ("sampled_frac", "n_clusters")}
         statistics = block_row(measured.fields, measured.weights)
         if operand.role is Role.W_DGRAD:  # comes after W_FWD
-            w = snapshot.weight
-            statistics.update(transposition_row(fields[Role.W_FWD], measured.fields, w.out_index, w.in_index))
+            statistics.update(transposition_row(fields[Role.W_FWD], measured.fields, weight.out_index, weight.in_index))
         yield "blocks", {**key, **sampled, **statistics}
         yield from _findings(key, measured.row)
         alike = waiting.setdefault(operand.a.shape[1], [])
         alike.append((key, measured))
         if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
             yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
-    if snapshot.g_index is not None:
-        fields.pop(Role.G_WGRAD, None)  # this rank has other tokens of G than of X: dW is not a product of the two
-    yield from _gradient_rows(when, fields, clusters, config)
 
 
 def _words(recipe: Recipe) -> str:

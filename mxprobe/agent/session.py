@@ -26,6 +26,7 @@ from mxprobe.agent import device_steps, memory
 from mxprobe.agent.adapters.master import is_stepped_by
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.adapters.tokens import token_group
+from mxprobe.agent.bare_weights import copy_weights
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
 from mxprobe.agent.codes import RECENT, copy_versions
@@ -36,7 +37,15 @@ from mxprobe.agent.engines.sync import WeightSync
 from mxprobe.agent.flight import FlightTap
 from mxprobe.agent.guard import Guard, in_backward
 from mxprobe.agent.hooks import ModuleProbe, any_rollout
-from mxprobe.agent.inventory import NO_GRADIENT, Entry, is_compiled, module_rows, not_to_be_hooked, take_inventory
+from mxprobe.agent.inventory import (
+    COMPILED,
+    NO_GRADIENT,
+    Entry,
+    is_compiled,
+    module_rows,
+    not_to_be_hooked,
+    take_inventory,
+)
 from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.ledger import Ledger
 from mxprobe.agent.memory import DeviceMemory, let_go_after
@@ -115,6 +124,7 @@ class Session:
         self._handles: list[Any] = []
         self._optimizer: weakref.ref[Any] | None = None
         self._foreign: dict[int, int] = {}
+        self._compiled: set[str] = set()
         self._looked_twice = False
         self._is_out = False
         self._ledger.guard = self.guard
@@ -306,6 +316,7 @@ class Session:
         for detail in find_misfits(self._entries):
             self._ledger.on_event("coverage", detail)
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
+        self._compiled = {entry.name for entry in self._entries if entry.selected and entry.obstacle == COMPILED}
         for entry in self._entries:
             if entry.selected:
                 first = first_expert.get(id(entry.module), 0)
@@ -395,6 +406,7 @@ class Session:
             probe.finish_step()
             if not n_lost and probe.n_lost_gradients:
                 self._ledger.on_event("coverage", f"{probe.name}: {NO_GRADIENT}")
+        self._take_bare_weights(probes)
         generated = any_rollout(probes)
         for probe in probes:
             probe.forget()
@@ -445,6 +457,14 @@ class Session:
             self._remove(self.detach_asked)
         else:
             self._begin_step()
+
+    def _take_bare_weights(self, probes: list[ModuleProbe]) -> None:
+        """Of compiled modules whose turn it was, in a step that weights are measured in."""
+        step = self._clock.step
+        if self._clock.with_weights and self._compiled and not self._eager.is_on:
+            unseen = [each for each in probes if each.name in self._compiled and each.last_probed == step]
+            for snapshot in copy_weights(step, unseen, self._config.max_features):
+                self._submit(snapshot)
 
     def _begin_step(self) -> None:
         clock = self._clock

@@ -9,6 +9,7 @@ from typing import Any, Callable
 
 import torch
 
+from mxprobe.agent.bare_weights import WeightsSnapshot
 from mxprobe.agent.codes import RECENT, Copies, Version, WeightHistory
 from mxprobe.agent.engines import forms
 from mxprobe.agent.engines.fingerprints import trainer_rows
@@ -48,7 +49,7 @@ class Worker:
         self._busy = False
         self._changed = threading.Condition()
         self._n_snapshots = 0
-        self._held: list[Snapshot | ExpertsSnapshot] = []
+        self._held: list[Snapshot | ExpertsSnapshot | WeightsSnapshot] = []
         self._stopping = False
         self._found: set[tuple[str, str]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
@@ -70,7 +71,7 @@ class Worker:
         """For jobs of every step: done within FLUSH_EVERY_S. Waking a thread may cost the caller its turn."""
         self._jobs.append(job)
 
-    def submit(self, snapshot: Snapshot | ExpertsSnapshot) -> None:
+    def submit(self, snapshot: Snapshot | ExpertsSnapshot | WeightsSnapshot) -> None:
         """Hand over a snapshot; it is measured with the others of its step, by `measure`."""
         with self._changed:
             self._n_snapshots += 1
@@ -152,9 +153,9 @@ class Worker:
                 self._n_snapshots -= len(held)
         return time.perf_counter_ns() - started
 
-    def _measure_on_own_stream(self, snapshots: list[Snapshot | ExpertsSnapshot]) -> None:
+    def _measure_on_own_stream(self, snapshots: list[Snapshot | ExpertsSnapshot | WeightsSnapshot]) -> None:
         """Wait for the copies by polling, then compute beside the run's stream; only this thread waits for it."""
-        by_device: dict[torch.device, list[Snapshot | ExpertsSnapshot]] = {}
+        by_device: dict[torch.device, list[Snapshot | ExpertsSnapshot | WeightsSnapshot]] = {}
         for snapshot in snapshots:
             by_device.setdefault(snapshot.x.device, []).append(snapshot)
         for device, here in by_device.items():
@@ -209,7 +210,7 @@ class Worker:
         how = {"module": name, "format": "mxfp4", "rule": self._config.rule}
         return {**steps, "time_ns": time.time_ns(), **how, **values}
 
-    def _measure_here(self, snapshots: list[Snapshot | ExpertsSnapshot]) -> None:
+    def _measure_here(self, snapshots: list[Snapshot | ExpertsSnapshot | WeightsSnapshot]) -> None:
         self._generates = self._generates or any(each.phase == Phase.ROLLOUT.value for each in snapshots)
         rows = measure_step(
             snapshots,
