@@ -355,7 +355,7 @@ TABLES: dict[str, Columns] = {
         ("rule", "dict"),
         ("n", "int64"),  # elements compared
         ("n_flipped", "int64"),  # whose quantized value changed
-        ("n_code_flipped", "int64"),  # whose E2M1 code changed
+        ("n_code_flipped", "int64"),  # whose E2M1 code changed, from +0 to -0 not
         ("n_returned", "int64"),  # whose quantized value changed back to that of the version before
         ("n_near", "int64"),  # within a tenth of a grid step of a rounding boundary, before the update
         ("n_returnable", "int64"),  # elements with a version before: n or 0

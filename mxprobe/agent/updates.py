@@ -38,7 +38,8 @@ def update_row(earlier: torch.Tensor | None, before: torch.Tensor, now: torch.Te
     if earlier is not None:
         returned = flipped & (new.q == mxprobe_kernels.error_fields(earlier, rule=rule).q)
     n = now.numel()
-    counts = torch.stack((flipped, (new.code != old.code) & usable, returned, near_boundary(old))).flatten(1).sum(1)
+    recoded = (new.code != old.code) & ((new.q != 0) | (old.q != 0)) & usable  # +0 and -0 are one value
+    counts = torch.stack((flipped, recoded, returned, near_boundary(old))).flatten(1).sum(1)
     sums = torch.stack(
         (
             old.x.square().sum(),

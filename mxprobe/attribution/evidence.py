@@ -13,6 +13,7 @@ from mxprobe.trace import Trace
 
 from . import ratios
 from .decision import Decision
+from .explained import explained_mismatch
 from .layers import FACTOR, first_divergence
 from .measured import Measured
 from .noise import weight_changes
@@ -51,6 +52,7 @@ def collect(
         *_quantized(measured, thresholds),
         *_log_probs(measured, thresholds),
         *_temperature(trace),
+        *_explained(trace),
         *_mismatch(decision, thresholds),
         *_weight_lag(measured),
         *_noise(trace.events()),
@@ -157,6 +159,29 @@ def _temperature(trace: Trace) -> Iterator[Evidence]:
         f"the rollout samples like the trainer's policy at {found.value:.3f} times its temperature ({interval}, "
         f"{found.n_steps} steps, {found.n_tokens} tokens; above 1: flatter)",
         found.value,
+    )
+
+
+def _explained(trace: Trace) -> Iterator[Evidence]:
+    rollouts, replays = trace.rollouts(), trace.replays()
+    if rollouts.empty or replays.empty:
+        return
+    found = explained_mismatch(rollouts, replays, trace.table("outputs", ("phase", "exact", "recipe_x", "recipe_w")))
+    name = "mismatch_explained"
+    if found.withheld:
+        yield Evidence(name, Certainty.PREDICTED, f"what rounding explains of the mismatch: withheld: {found.withheld}")
+        return
+    share = min(found.share, 1.0)
+    interval = f" [{found.low:.2f}, {found.high:.2f}]" if math.isfinite(found.low) else ""
+    yield Evidence(
+        name,
+        Certainty.PREDICTED,
+        f"rounding explains {percent(share)} of the mismatch of log-probabilities, {percent(1.0 - share)} is not "
+        f"explained: mean d^2 is {number(found.observed)} nats^2 a token, {number(found.replayed)} where training "
+        f"batches are replayed with every Linear rounded (ratio {found.share:.2f}{interval}, {found.n_steps} steps)",
+        found.share,
+        0.5,
+        found.share >= 0.5,
     )
 
 

@@ -37,7 +37,11 @@ _CAPTION = (
 @click.argument("trace", type=click.Path(path_type=Path))
 @engines.option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.recommend/1) on standard output.")
-@click.option("--explain", is_flag=True, help="Show all evidence, caveats, thresholds and the snippet.")
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Show all evidence, what neighbouring papers measure, caveats, thresholds and the snippet.",
+)
 @click.option("--framework", help="Whose option or code the snippet uses; by default the framework found in the trace.")
 @click.option(
     "--device",

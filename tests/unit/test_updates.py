@@ -82,6 +82,33 @@ def test_ratios_add_first_and_divide_last():
     assert update_visibility(rows.iloc[:0]) is None
 
 
+def test_oscillation_against_its_definition_in_float64():
+    """Code flips, returns, R_w and the distance to the boundary, element by element."""
+    generator = torch.Generator().manual_seed(1)
+    earlier = torch.randn(24, 96, generator=generator)
+    before, now = (earlier + 0.05 * torch.randn(24, 96, generator=generator) for _ in range(2))
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+    def rounded(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q(w), codes, and |w| / scale, float64 [24, 3, 32]; no element lies on a tie."""
+        blocks = w.double().reshape(24, 3, 32)
+        scale = 2.0 ** torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 6.0))
+        z = blocks.abs() / scale
+        code = (z[..., None] - grid).abs().argmin(-1)
+        return torch.sign(blocks) * grid[code] * scale, torch.sign(blocks) * code, z
+
+    (q0, _, _), (q1, code1, z1), (q2, code2, _) = map(rounded, (earlier, before, now))
+    boundary = ((grid[1:] + grid[:-1]) / 2, 0.1 * (grid[1:] - grid[:-1]))
+    near = ((z1[..., None] - boundary[0]).abs() < boundary[1]).any(-1)
+    flipped = q2 != q1
+    found = update_ratios(pd.DataFrame([{"module": "a", **update_row(earlier, before, now)}])).iloc[0]
+    assert found["flip_frac"] == pytest.approx(float(flipped.double().mean()))
+    assert found["code_flip_frac"] == pytest.approx(float((code2 != code1).double().mean()))
+    assert found["return_frac"] == pytest.approx(float((q2 == q0)[flipped].double().mean()))
+    assert found["near_frac"] == pytest.approx(float(near.double().mean()))
+    assert found["r_w"] == pytest.approx(float((q2 - q1).abs().sum() / (now.double() - before.double()).abs().sum()))
+
+
 def test_the_worker_writes_a_row_per_module_once_in_a_group_of_versions():
     tables: dict[str, list[dict[str, Any]]] = {}
     recorder: Any = SimpleNamespace(add=lambda table, row: tables.setdefault(table, []).append(row), flush=lambda: None)
