@@ -116,6 +116,7 @@ void row_segment(const char* p, int n_blocks, int length, int32_t bias, Totals& 
           for (int k = 0; k < kPairs; k++) {
             vi bits[2];
             load_pair<D>(block + k * pair_bytes<D>, bits);
+            __builtin_prefetch(block + k * pair_bytes<D> + kGroups * LANES * stride);
             add<D, COVERS, LITE, as_is.value>(s, bits, scale, fixed);
           }
           if (!LITE && (pairs += kPairs) > kWidenPairs - kPairs) widen(s), pairs = 0;

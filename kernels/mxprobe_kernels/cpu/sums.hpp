@@ -111,26 +111,27 @@ struct Fixed {
   vf inverse;     // 2^-E
   vi raise;       // the bits of 2^22 / 2^E, less those of 1
   vi least, one;  // bits of 1.5 / 16; 1
+  vf six;
 };
 
 INLINE Fixed fixed_of(int unit) {
-  return {splat(pow2(-unit)), splat((22 - unit) * (1 << 23)), kept(splat(0x3DC00000)), kept(splat(1))};
+  return {splat(pow2(-unit)), splat((22 - unit) * (1 << 23)), kept(splat(0x3DC00000)), kept(splat(1)), kept(splat(6.0f))};
 }
 
 // Two vectors step by step together, since what one waits for takes longer than a step.
 #define EACH for (int i = 0; i < 2; i++)
 template <DType D, bool COVERS, bool LITE, bool AS_IS, class Scales>
 INLINE void add(Sums& s, const vi (&bits)[2], const Scales& k, const Fixed& fixed) {
-  const vf six = splat(6.0f);
+  const vf six = fixed.six;
   vf x[2], x_w[2], step[2], c[2], e[2], t[2], c_star[2], ideal[2], r[2], b[2];
   Mask not_zero[2], at_zero[2], on_d[2], off_d[2];
   EACH x[i] = as_float(kSigned ? bits[i] : bits[i] & 0x7FFFFFFF);
   EACH x_w[i] = AS_IS ? x[i] : x[i] * fixed.inverse;
   EACH step[i] = as_float(max(one_and_a_half(bits[i]), at(k, i).least) + fixed.raise);
   EACH c[i] = x_w[i] + step[i];
-  if constexpr (!LITE) EACH t[i] = x_w[i] * at(k, i).ratio + 6.0f;
+  if constexpr (!LITE) EACH t[i] = x_w[i] * at(k, i).ratio + six;
   EACH c[i] = c[i] - step[i];
-  if constexpr (!LITE) EACH t[i] = t[i] - 6.0f;
+  if constexpr (!LITE) EACH t[i] = t[i] - six;
   if constexpr (!COVERS) EACH c[i] = at_most(c[i], at(k, i).w6);
   EACH e[i] = c[i] - x_w[i];
   EACH not_zero[i] = is_not_zero(c[i]), at_zero[i] = none_of(not_zero[i]);
@@ -141,6 +142,13 @@ INLINE void add(Sums& s, const vi (&bits)[2], const Scales& k, const Fixed& fixe
     EACH add_where(not_zero[i], s.off_d, fixed.one);
     return;
   }
+  EACH s.xe += e[i] * x_w[i];
+  EACH add_where(at_zero[i], s.z2, x_w[i], x_w[i]);
+  EACH s.e += kSigned ? e[i] : as_float(as_int(e[i]) ^ (bits[i] & INT32_MIN));
+  vi one[2];
+  EACH one[i] = nibble_of(as_int(c[i]), at(k, i).place, not_zero[i]);
+  EACH s.nibbles += one[i];
+  EACH add_where(is_negative(bits[i]), s.minus_nibbles, one[i]);
   if constexpr (D != DType::kFloat32) {
     EACH c_star[i] = round_to_grid(t[i], fixed.least);
     EACH ideal[i] = c_star[i] * at(k, i).a_w;
@@ -168,9 +176,6 @@ INLINE void add(Sums& s, const vi (&bits)[2], const Scales& k, const Fixed& fixe
       b[i] = (c[i] * six - ideal_high) - ideal_low;
     }
   }
-  EACH s.xe += e[i] * x_w[i];
-  EACH add_where(at_zero[i], s.z2, x_w[i], x_w[i]);
-  EACH s.e += kSigned ? e[i] : as_float(as_int(e[i]) ^ (bits[i] & INT32_MIN));
   EACH off_d[i] = is_not_zero(c_star[i]), on_d[i] = none_of(off_d[i]);
   EACH s.xr += r[i] * x_w[i];
   EACH s.b2 += b[i] * b[i];
@@ -188,10 +193,6 @@ INLINE void add(Sums& s, const vi (&bits)[2], const Scales& k, const Fixed& fixe
       add_where(at_zero[i] & off_d[i], s.by_scale, splat(1));
     }
   }
-  vi one[2];
-  EACH one[i] = nibble_of(as_int(c[i]), at(k, i).place, not_zero[i]);
-  EACH s.nibbles += one[i];
-  EACH add_where(is_negative(bits[i]), s.minus_nibbles, one[i]);
 }
 
 INLINE void widen(Sums& s) {

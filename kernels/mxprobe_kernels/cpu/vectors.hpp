@@ -51,7 +51,8 @@ INLINE float pow2(int e) {
 }
 
 // Keeps the compiler from making a constant anew wherever it is used, which takes longer than loading it.
-INLINE vi kept(vi v) {
+template <class V>
+INLINE V kept(V v) {
 #if defined(__x86_64__)
   __asm__("" : "+x"(v));
 #endif
