@@ -64,6 +64,7 @@ from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.switching import RecipeSwitch, Request
 from mxprobe.agent.tokens import TokenTaps
 from mxprobe.agent.transport import Transport
+from mxprobe.agent.warm_up import WarmUp
 from mxprobe.agent.worker import Worker
 from mxprobe.protocol import AgentConfig
 
@@ -111,6 +112,7 @@ class Session:
         self._milestones = Milestones(self.guard, tell)
         self._memory = DeviceMemory(config.max_gpu_memory, tell)
         self._device_steps = DeviceSteps.of("cpu")
+        self._warm_up = WarmUp(tell)
         self._replays = Replays(config, self._clock, self.guard, tell)
         self._tokens = TokenTaps(self._clock, self.guard, tell)
         self._norms = NormWatch(self.guard)
@@ -335,6 +337,9 @@ class Session:
                 )
         self._memory.settle(list(self._probes.values()))
         self._device_steps = DeviceSteps.of(self._memory.device)
+        first = next((p for each in self._probes.values() for p in each.module.parameters()), None)
+        if first is not None and first.is_cuda:
+            self._warm_up.begin(self.worker, first.device, first.dtype, config)
         self._signals.ensure_wrapped()
         self._clock.advance()
         self._roots = [weakref.ref(root) for root in roots]
@@ -468,7 +473,8 @@ class Session:
 
     def _begin_step(self) -> None:
         clock = self._clock
-        busy = self._measuring = self.worker.backlog > 0
+        self._measuring = self.worker.backlog > 0
+        busy = self._measuring or self._warm_up.is_busy
         if self.role == "trainer" and not busy and self._schedule.is_near(clock.step, RECENT):
             probes = self._probes
             routers = {name: p.module for name, p in probes.items() if is_router(p.module)}
