@@ -43,6 +43,7 @@ class Reason(StrEnum):
     RULES = "rules"
     ELSEWHERE = "elsewhere"
     FAR = "far"
+    REPLAYED = "replayed"
     NO_OPERANDS = "no_operands"
     CHOSEN = "chosen"
 
@@ -133,6 +134,9 @@ def _gates(
         return Verdict.NOT_EXPLAINED, Reason.FAR
     if share_of_far(observed, far) > thresholds.unexplained:
         return Verdict.NOT_EXPLAINED, Reason.FAR
+    replayed = measured.explained
+    if replayed is not None and 1.0 - replayed.high > thresholds.unexplained:  # NaN where withheld: no gate
+        return Verdict.NOT_EXPLAINED, Reason.REPLAYED
     return None, Reason.CHOSEN
 
 

@@ -13,7 +13,6 @@ from mxprobe.trace import Trace
 
 from . import ratios
 from .decision import Decision
-from .explained import explained_mismatch
 from .layers import FACTOR, first_divergence
 from .measured import Measured
 from .noise import weight_changes
@@ -52,7 +51,7 @@ def collect(
         *_quantized(measured, thresholds),
         *_log_probs(measured, thresholds),
         *_temperature(trace),
-        *_explained(trace),
+        *_explained(measured, thresholds),
         *_mismatch(decision, thresholds),
         *_weight_lag(measured),
         *_noise(trace.events()),
@@ -162,11 +161,10 @@ def _temperature(trace: Trace) -> Iterator[Evidence]:
     )
 
 
-def _explained(trace: Trace) -> Iterator[Evidence]:
-    rollouts, replays = trace.rollouts(), trace.replays()
-    if rollouts.empty or replays.empty:
+def _explained(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]:
+    found = measured.explained
+    if found is None:
         return
-    found = explained_mismatch(rollouts, replays, trace.table("outputs", ("phase", "exact", "recipe_x", "recipe_w")))
     name = "mismatch_explained"
     if found.withheld:
         yield Evidence(name, Certainty.PREDICTED, f"what rounding explains of the mismatch: withheld: {found.withheld}")
@@ -180,8 +178,8 @@ def _explained(trace: Trace) -> Iterator[Evidence]:
         f"explained: mean d^2 is {number(found.observed)} nats^2 a token, {number(found.replayed)} where training "
         f"batches are replayed with every Linear rounded (ratio {found.share:.2f}{interval}, {found.n_steps} steps)",
         found.share,
-        0.5,
-        found.share >= 0.5,
+        1.0 - thresholds.unexplained,
+        found.share >= 1.0 - thresholds.unexplained,
     )
 
 

@@ -17,6 +17,7 @@ from mxprobe.trace import Trace
 from mxprobe.trace.aggregation import BIN, Aggregation
 from mxprobe_kernels.formats import Rule
 
+from .explained import ExplainedMismatch, explained_mismatch
 from .rollouts import Sides, both_sides
 from .sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
 from .windows import last_steps
@@ -137,6 +138,8 @@ class Measured:
     outputs: dict[Phase, OutputSums]
     operands: OperandSums | None
     sides: Sides = field(default_factory=Sides)
+    explained: ExplainedMismatch | None = None
+    """Where replays can be held against log-probabilities of both sides; None without either."""
 
     @property
     def n_steps(self) -> int:
@@ -162,7 +165,9 @@ def measure(trace: Trace) -> Measured:
     recipes = now.recipes if now else ()
     operands = None if forward.rows.empty else _operand_sums(trace, forward, recipes, axes)
     last = last_steps(outputs).reindex(steps).fillna(pd.Series(steps, index=steps)).to_numpy(dtype=np.int64)
-    return Measured(steps, n_clusters, modules, sums, operands, both_sides(trace, steps, last, n_clusters))
+    sides, rollouts, replays = both_sides(trace, steps, last, n_clusters), trace.rollouts(), trace.replays()
+    explained = None if rollouts.empty or replays.empty else explained_mismatch(rollouts, replays, outputs)
+    return Measured(steps, n_clusters, modules, sums, operands, sides, explained)
 
 
 def divide(numerator: Array, denominator: Array) -> Array:

@@ -1,5 +1,7 @@
 """The verdict in sentences: the headline, and what would have to be seen for another one."""
 
+import math
+
 import numpy as np
 
 from mxprobe.schema import Component, Verdict
@@ -60,6 +62,13 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
                 f"Not explained by MXFP4 rounding: {who} not compute what inputs and the trainer's "
                 "weights predict under any recipe known here. No correction can be named for that."
             )
+        case Reason.REPLAYED:
+            share = measured.explained.share if measured.explained else math.nan
+            return (
+                f"Not explained by MXFP4 rounding: replayed with every Linear rounded, training batches show "
+                f"{words.percent(share)} of the disagreement of rollout and trainer on the probabilities of tokens. "
+                "No correction can be named for the rest."
+            )
         case Reason.NO_OPERANDS:
             return "Not enough evidence: rollout and training disagree, but the trace holds no operand statistics."
         case Reason.CHOSEN:
@@ -110,6 +119,11 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
             return (
                 "Something outside the layers seen: the lm_head or a router, the attention or its key-value cache, "
                 "another position or mask of the same tokens, modules that the coverage lists as not seen."
+            )
+        case Reason.REPLAYED:
+            return (
+                "Replays that show more of the mismatch, or a cause outside the Linears mended: the lm_head or a "
+                "router, the attention or its key-value cache, raw against processed log-probabilities, async lag."
             )
         case Reason.FAR:
             share = share_of_far(seen, far_modules(decision.fits, len(measured.modules)))

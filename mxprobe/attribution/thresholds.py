@@ -30,7 +30,7 @@ class Thresholds:
     """|log2(realised/predicted)| above which a module does not do what its recipe predicts."""
     unexplained: float = 0.5
     """Part of a module's error energy that its recipe leaves unexplained above which it is far, whatever its size; and
-    part of all modules' mismatch that far ones must make for `not_explained`."""
+    part of all modules' mismatch that far ones must make for `not_explained`, or that replays leave at least."""
     far_share: float = 0.25
     """Share of quantized modules that must be far for `not_explained`."""
     mismatch_share: float = 0.1

@@ -102,7 +102,8 @@ _DATA_OF: tuple[tuple[str, str], ...] = (
     ("first_divergence", "realised"),
     ("rule_mismatch", "realised"),
     ("log_prob", "rollouts"),
-    ("effective_sample", "rollouts"),
+    ("effective", "rollouts"),  # sample size, temperature
+    ("mismatch_explained", "rollouts"),
     ("mismatch_of_far", "realised"),
     ("mismatch", "signals"),
     ("trend", "signals"),

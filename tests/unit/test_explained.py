@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,7 +12,14 @@ import pytest
 import torch
 
 from mxprobe.agent.mismatch import Pairs, rollout_rows
-from mxprobe.attribution.explained import BOTH, NO_STEP, OTHERWISE, explained_mismatch
+from mxprobe.attribution import Thresholds
+from mxprobe.attribution.decision import Reason, decide
+from mxprobe.attribution.explained import BOTH, NO_STEP, OTHERWISE, ExplainedMismatch, explained_mismatch
+from mxprobe.attribution.measured import measure
+from mxprobe.attribution.sentences import headline, what_would_change
+from mxprobe.schema import Verdict
+from mxprobe.trace import open_trace
+from tests.synthetic import OUTLIERS, write_trace
 
 STEPS = (10, 20, 30, 40)
 
@@ -72,3 +81,25 @@ def test_what_withholds_it():
     assert explained_mismatch(*either, outputs(train="mxfp4+rceil")).withheld == BOTH
     assert explained_mismatch(*either, outputs("mxfp4+floor", exact=False)).withheld == ""  # not known: the question
     assert explained_mismatch(rollouts(0.3).iloc[:0], replays(0.3), outputs()).withheld == NO_STEP
+
+
+def test_a_mismatch_that_replays_do_not_show_is_not_explained_whatever_the_layers_say(tmp_path: Path):
+    measured, thresholds = measure(open_trace(write_trace(tmp_path / "t", OUTLIERS))), Thresholds()
+    assert measured.explained is None
+    weights = np.ones(measured.n_clusters)
+
+    def judged(share: float, high: float, withheld: str = "") -> tuple[Verdict, Reason]:
+        found = ExplainedMismatch(share, 2 * share - high, high, 1.0, share, 3, withheld)
+        decision = decide(replace(measured, explained=found), weights, thresholds)
+        return decision.verdict, decision.reason
+
+    without = decide(measured, weights, thresholds)
+    assert without.verdict is Verdict.ENABLE
+    assert judged(0.1, 0.3) == (Verdict.NOT_EXPLAINED, Reason.REPLAYED)
+    for spared in (judged(0.1, 0.6), judged(0.9, 1.1), judged(0.1, math.inf), judged(math.nan, math.nan, OTHERWISE)):
+        assert spared == (without.verdict, without.reason)
+    small = replace(measured, explained=ExplainedMismatch(0.1, 0.0, 0.2, 1.0, 0.1, 3))
+    decision = decide(small, weights, thresholds)
+    assert decision.chosen == ()
+    assert "show 10 % of the disagreement" in headline(decision, small, thresholds)
+    assert "key-value cache" in what_would_change(decision, small, thresholds)
