@@ -30,7 +30,7 @@ OUTPUT_ERROR, ZEROED = "output_error", "zeroed"
 FAR_OUT = 3.0
 TIMES_MEDIAN = 2.0
 _OPERAND = ("module", "role", "phase", "rank")
-"""Of one rank: under expert parallelism each numbers its own experts from 0 on."""
+"""Of one rank: under expert parallelism each holds experts of its own."""
 _COUNTED = ("n_steps", "n_experts", "n_called", "n_measured", "n_one_token")
 _QUANTILES = tuple(f"q{percent}" for percent in SPREAD_QUANTILES)
 _EXPERT_SUMS = ("rows", "n", "n_zeroed", "out_ref2", "out_e2")
@@ -48,7 +48,7 @@ class Standout(NamedTuple):
     phase: str
     rank: int
     expert: int
-    """On its rank."""
+    """Its number in the whole model."""
     measure: str
     """`output_error` or `zeroed`."""
     value: float
