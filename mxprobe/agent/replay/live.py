@@ -23,8 +23,8 @@ from mxprobe.agent.replay.arms import ROUTED, Arm, replay_arms
 from mxprobe.agent.replay.call import Call, NotReplayableError, capture
 from mxprobe.agent.replay.gradient_probes import probe_gradients
 from mxprobe.agent.replay.paths import Floor, measure_floor
-from mxprobe.agent.replay.policy import PolicyGradient, PolicyOutput, find_policy
-from mxprobe.agent.replay.sensitivity import Sensitivity, measure_sensitivity
+from mxprobe.agent.replay.policy import TOKEN_ARGUMENT, PolicyGradient, PolicyOutput, find_policy
+from mxprobe.agent.replay.sensitivity import CPU_MAX_ROWS, DEVICE_MAX_ROWS, Sensitivity, measure_sensitivity
 from mxprobe.agent.replay.sharded import NotWholeError, is_sharded
 from mxprobe.agent.sampling import seed_of
 from mxprobe.protocol import AgentConfig
@@ -36,8 +36,9 @@ HEAD_START = 10
 """The first sensitivity comes after a tenth of its period: a short attach is not charged, a long one soon has it."""
 KEPT_WIDER = ("mxfp8",)
 """Corrections whose own Delta2 is measured beside the error's: what a module kept in that format would still do."""
-REPLAY_FACTOR = 30
-"""A replay with all arms, gradients and directions, in times of one for sensitivity: benchmarks/sensitivity.py."""
+REPLAY_FACTOR = 11
+"""A replay with all arms, gradients and directions, in times of one for sensitivity of as many rows: measured by
+benchmarks/sensitivity.py at 3 and at 6 times the rows that sensitivity takes."""
 TableRow = tuple[str, "dict[str, Any]"]
 Rows = Callable[[int], "list[TableRow]"]
 """Steps before attach -> (table, row); waits for the device, so the worker calls it."""
@@ -199,7 +200,7 @@ class Replays:
         spent_ms = (time.perf_counter_ns() - started) / 1e6
         self._tell(f"{', '.join(sorted(self._wanted))}: the first replay took {spent_ms:.0f} ms of the training thread")
         if not self._config.replay_every:
-            step_ms, whole_ms = max(self._clock.step_ns / 1e6, 1e-3), REPLAY_FACTOR * spent_ms
+            step_ms, whole_ms = max(self._clock.step_ns / 1e6, 1e-3), REPLAY_FACTOR * _times_the_rows(call) * spent_ms
             self._tell(
                 f"replays under other roundings are off: one would take about {whole_ms:.0f} ms (estimated), so that "
                 f"--replay-every 1000 would cost {whole_ms / step_ms / 1000:.1%} of steps of {step_ms:.0f} ms"
@@ -337,3 +338,11 @@ class Replays:
         if about not in self._told:
             self._told.add(about)
             self._on_event(EVENT, detail)
+
+
+def _times_the_rows(call: Call) -> float:
+    """Rows of the batch over those that sensitivity replays; 3 where they are not known."""
+    ids = call.argument(TOKEN_ARGUMENT)
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return 3.0
+    return max(ids.numel() / (CPU_MAX_ROWS if ids.device.type == "cpu" else DEVICE_MAX_ROWS), 1.0)
