@@ -61,7 +61,7 @@ def test_the_fused_log_probabilities_are_read(hashes_and_rows: tuple[str, str, d
     assert len({row["step"] for row in found}) >= 3
     for row in found:
         assert row["n_tokens"] > 64, "the completion tokens"
-        assert row["n_samples"] >= 32
+        assert row["n_samples"] >= 16, "as many as have 256 rows"
         assert all(math.isfinite(row[name]) for name in ("sum_delta2", "sum_log_prob_shift", "sum_entropy_shift"))
 
 
