@@ -90,6 +90,7 @@ ROLLOUT: dict[str, Any] = {
     **dict.fromkeys(("sum_d", "sum_abs_d", "max_abs_d", "sum_k3", "sum_w", "sum_w2", "sum_dp", "sum_abs_dp"), 1.0),
     "sum_entropy_rollout": 1.0,
     "sum_entropy_train": 1.0,
+    **dict.fromkeys(("sum_u", "sum_u2", "sum_u_d"), None),
 }
 PARTS: list[dict[str, Any]] = [
     {"stratum": "all", "n_tokens": 40, "sum_d2": 1.0},
