@@ -136,8 +136,13 @@ def _grid(matrix: torch.Tensor, tile: dict[str, int], device: torch.device) -> t
 def tile_shape(element_bytes: int, columns: bool, lanes: int, covers: bool) -> dict[str, int]:
     """RR, RL, CC, V of a tile: one warp of `lanes`, 128-bit loads, as many elements a lane as no target spills at.
 
-    Column blocks take the 32 rows of a tile: there RR * RL = 32.
+    Column blocks take the 32 rows of a tile: there RR * RL = 32. Row blocks have eight elements in a lane, those of
+    fp32 by two loads, so that four lanes share what is computed once a block.
     """
+    if element_bytes == 4 and not columns:
+        if lanes == INTERPRETED:
+            return {"RR": 8, "RL": 8, "CC": 4, "V": 8}
+        return {"RR": 1 if lanes == 64 else 2, "RL": lanes // 4, "CC": 4, "V": 8}
     vector = 16 // element_bytes
     if lanes == INTERPRETED:
         return {"RR": 8, "RL": 4, "CC": 8, "V": vector}
@@ -151,8 +156,10 @@ def tile_shape(element_bytes: int, columns: bool, lanes: int, covers: bool) -> d
 
 def lite_tile_shape(element_bytes: int, lanes: int) -> dict[str, int]:
     """Row tiles of the lite kernel, whose few sums leave NVIDIA's registers room for twice the rows."""
-    tile = tile_shape(element_bytes, False, lanes, covers=True)
-    return {**tile, "RR": tile["RR"] * 2} if lanes == 32 else tile
+    vector = 16 // element_bytes
+    if lanes == INTERPRETED:
+        return {"RR": 8, "RL": 4, "CC": 8, "V": vector}
+    return {"RR": (8 if lanes == 64 else 32) // vector, "RL": lanes // 8, "CC": 8, "V": vector}
 
 
 def kernel_options(rule: Rule, dtype: torch.dtype, columns: bool, lanes: int, mask: bool) -> dict[str, object]:

@@ -12,8 +12,8 @@ and summed per lane in fp32 beside a running exponent E (the largest scale a lan
 multiples of 2^E or 4^E. One program is one warp: a block lies within neighbouring lanes, so that no shared memory
 is touched, and a lane loads 128 bits at a time.
 
-b loses nothing when the two quantizers nearly agree, nor r when x lies on the ideal grid: products are exact (fp32
-carries the rest of c* a along).
+b loses nothing when the two quantizers nearly agree, nor r when x lies on the ideal grid: products are exact, but for
+fp32's c* a. There r = (c* - t) a - (6 u - t a), of the snapped ratio t below, and b is rounded once.
 
 rne(u) adds and subtracts 1.5 * 2^22 units of the last place of u's binade (at least 1): the sum rounds to nearest,
 ties to even. 6 u / a is u * (6 / a), off by some ulp; snapping it to multiples of 2^-17 makes exact ties exact. For
@@ -70,14 +70,20 @@ MAX_TILES_PER_PROGRAM = 64
 
 
 @triton.jit
-def _ideal_ratio(u, a, ratio, EXACT: tl.constexpr):
-    """6 u / a such that rounding it gives c* of the exact quotient."""
+def _ideal_ratio(u, a, ratio):
+    """6 u / a such that rounding it gives c* of the exact quotient, for bf16 and fp16."""
+    return (u * ratio + 96.0) - 96.0
+
+
+@triton.jit
+def _exact_components(u, a, ratio, c):
+    """c*, r and b of fp32: of t, the snapped ratio, and 6 u - t a, which two roundings leave exact."""
     t = (u * ratio + 96.0) - 96.0
-    if EXACT:
-        product = t * a
-        residual = tl.fma(u, 6.0, -product) - tl.fma(t, a, -product)
-        t += tl.minimum(tl.maximum(residual * 1.0e30, -3.814697265625e-06), 3.814697265625e-06)
-    return t
+    product = t * a
+    residual = tl.fma(u, 6.0, -product) - tl.fma(t, a, -product)
+    c_star = _rne(t + tl.minimum(tl.maximum(residual * 1.0e30, -3.814697265625e-06), 3.814697265625e-06))
+    r = tl.fma(c_star - t, a, -residual)
+    return c_star, r, tl.fma(-c_star, a, c * 6.0)
 
 
 @triton.jit
@@ -176,12 +182,20 @@ def full_statistics(
         left = (tile % tiles_across) * COLS
         rows = top + in_row
         cols = left + in_col
-        pointers = x_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
-        if MASK:
-            raw = tl.load(pointers, mask=(rows[:, None] < end) & (cols[None, :] < n_columns), other=0)
+        if EXACT and not COLUMNS:
+            # a lane's eight elements of a block are two loads of four, sixteen elements apart
+            part = tl.arange(0, 2 * RR)[:, None, None]
+            at_row = top + part // 2 * RL + tl.arange(0, RL)[None, :, None]
+            at_col = left + part % 2 * 16 + tl.arange(0, 16)[None, None, :]
+            pointers = x_ptr + at_row.to(tl.int64) * stride_row + at_col
+            inside = (at_row < end) & (at_col < n_columns)
         else:
-            raw = tl.load(pointers)
+            pointers = x_ptr + rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
+            inside = (rows[:, None] < end) & (cols[None, :] < n_columns)
+        raw = tl.load(pointers, mask=inside, other=0) if MASK else tl.load(pointers)
         bits = (raw.to(tl.int32) << 16) if BF16 else raw.to(tl.float32).to(tl.int32, bitcast=True)
+        if EXACT and not COLUMNS:
+            bits = tl.permute(tl.reshape(bits, [RR, 2, RL, CC, 4]), [0, 2, 3, 1, 4])
         bits = tl.reshape(bits, [RR, RL, CC, V])
         magnitude = bits & 0x7FFFFFFF
         if COLUMNS:
@@ -220,14 +234,13 @@ def full_statistics(
         u = x.to(tl.float32, bitcast=True) * inverse
 
         c, place = _rne_and_code(u if COVERS else tl.minimum(u, 6.0))
-        c_star = _rne(_ideal_ratio(u, a, ratio, EXACT))
-        ideal = c_star * a
-        r = tl.fma(u, -6.0, ideal)
-        b = tl.fma(c, 6.0, -ideal)
-        if EXACT:  # c_star * a of fp32 has 26 bits
-            rest = tl.fma(c_star, a, -ideal)
-            r += rest
-            b -= rest
+        if EXACT:
+            c_star, r, b = _exact_components(u, a, ratio, c)
+        else:
+            c_star = _rne(_ideal_ratio(u, a, ratio))
+            ideal = c_star * a
+            r = tl.fma(u, -6.0, ideal)
+            b = tl.fma(c, 6.0, -ideal)
         e = c - u
         on_d = c_star == 0.0
         d = tl.where(on_d, r, 0.0)
