@@ -24,6 +24,12 @@ constexpr int kWidenPairs = kWiden / 2;
 template <DType D>
 constexpr int pair_bytes = 2 * LANES * element_bytes<D>;
 
+// What the next segment will read.
+template <DType D>
+INLINE void fetch_pair(const char* p) {
+  for (int i = 0; i < pair_bytes<D>; i += 64) __builtin_prefetch(p + i);
+}
+
 // Elements of n pairs that are not finite, and those that are not 0.
 struct Found {
   int64_t nonfinite, nonzero;
@@ -116,7 +122,7 @@ void row_segment(const char* p, int n_blocks, int length, int32_t bias, Totals& 
           for (int k = 0; k < kPairs; k++) {
             vi bits[2];
             load_pair<D>(block + k * pair_bytes<D>, bits);
-            __builtin_prefetch(block + k * pair_bytes<D> + kGroups * LANES * stride);
+            fetch_pair<D>(block + k * pair_bytes<D> + kGroups * LANES * stride);
             add<D, COVERS, LITE, as_is.value>(s, bits, scale, fixed);
           }
           if (!LITE && (pairs += kPairs) > kWidenPairs - kPairs) widen(s), pairs = 0;
@@ -202,7 +208,7 @@ void column_strip(const char* p, int64_t stride, int length, int columns, int32_
           vi pair[2];
           load_pair<D>(p + i * stride + k * vector, pair);
           const vi bits[2] = {pair[0] & keep[k], pair[1] & keep[k + 1]};
-          __builtin_prefetch(p + i * stride + (k + kStrip) * vector);
+          fetch_pair<D>(p + i * stride + (k + kStrip) * vector);
           add<D, COVERS, LITE, as_is.value>(s, bits, scales, fixed);
           if (!LITE && i % kWidenPairs == kWidenPairs - 1) widen(s);
         }
