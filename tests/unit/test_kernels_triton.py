@@ -26,7 +26,7 @@ POINTERS = {torch.bfloat16: "*i16", torch.float16: "*fp16", torch.float32: "*fp3
 # Instructions an element of the loop, at most: rows, columns, lite rows. A slower kernel fails here.
 BUDGET = {
     "sm_80": {torch.bfloat16: (66, 79, 26), torch.float16: (65, 77, 24), torch.float32: (73, 80, 28)},
-    "sm_90": {torch.bfloat16: (66, 78, 23), torch.float16: (64, 77, 21), torch.float32: (72, 79, 25)},
+    "sm_90": {torch.bfloat16: (66, 78, 23), torch.float16: (64, 77, 21), torch.float32: (72, 78, 25)},
     "sm_100": {torch.bfloat16: (58, 70, 20), torch.float16: (56, 69, 18), torch.float32: (64, 71, 22)},
     "sm_120": {torch.bfloat16: (66, 79, 24), torch.float16: (65, 78, 22), torch.float32: (73, 80, 27)},
 }
