@@ -30,6 +30,9 @@ from mxprobe_kernels.triton_lite import LITE_SLOTS, lite_statistics
 PROGRAMS_PER_PROCESSOR = 24
 """Warps in flight that hide the latency of loads at about 80 registers a lane."""
 
+JOINS_HALVES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+"""Whether the compiler keeps two loads of one fp32 block in a lane; older ones pass them through shared memory."""
+
 INTERPRETED = 0
 """In place of the lanes of a warp: Triton's interpreter has none, and fewer, larger tiles are quicker there."""
 
@@ -137,9 +140,9 @@ def tile_shape(element_bytes: int, columns: bool, lanes: int, covers: bool) -> d
     """RR, RL, CC, V of a tile: one warp of `lanes`, 128-bit loads, as many elements a lane as no target spills at.
 
     Column blocks take the 32 rows of a tile: there RR * RL = 32. Row blocks have eight elements in a lane, those of
-    fp32 by two loads, so that four lanes share what is computed once a block.
+    fp32 by two loads (`JOINS_HALVES`), so that four lanes share what is computed once a block.
     """
-    if element_bytes == 4 and not columns:
+    if element_bytes == 4 and not columns and JOINS_HALVES:
         if lanes == INTERPRETED:
             return {"RR": 8, "RL": 8, "CC": 4, "V": 8}
         return {"RR": 1 if lanes == 64 else 2, "RL": lanes // 4, "CC": 4, "V": 8}

@@ -135,6 +135,7 @@ def full_statistics(
     ROWS: tl.constexpr = RR * RL
     COLS: tl.constexpr = CC * V
     LANES: tl.constexpr = 32 // V  # neighbouring lanes that hold one row block
+    HALVES: tl.constexpr = EXACT and not COLUMNS and V == 8
     first = 0
     end = n_rows
     if offsets_ptr is not None:
@@ -182,7 +183,7 @@ def full_statistics(
         left = (tile % tiles_across) * COLS
         rows = top + in_row
         cols = left + in_col
-        if EXACT and not COLUMNS:
+        if HALVES:
             # a lane's eight elements of a block are two loads of four, sixteen elements apart
             part = tl.arange(0, 2 * RR)[:, None, None]
             at_row = top + part // 2 * RL + tl.arange(0, RL)[None, :, None]
@@ -194,7 +195,7 @@ def full_statistics(
             inside = (rows[:, None] < end) & (cols[None, :] < n_columns)
         raw = tl.load(pointers, mask=inside, other=0) if MASK else tl.load(pointers)
         bits = (raw.to(tl.int32) << 16) if BF16 else raw.to(tl.float32).to(tl.int32, bitcast=True)
-        if EXACT and not COLUMNS:
+        if HALVES:
             bits = tl.permute(tl.reshape(bits, [RR, 2, RL, CC, 4]), [0, 2, 3, 1, 4])
         bits = tl.reshape(bits, [RR, RL, CC, V])
         magnitude = bits & 0x7FFFFFFF
