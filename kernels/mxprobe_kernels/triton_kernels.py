@@ -1,4 +1,4 @@
-# pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: basic, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false
 """MXFP4 statistics in one pass over a matrix, for NVIDIA and AMD.
 
 With s the block's power-of-two scale and m its amax, everything is computed in units of s, so that no value of x
