@@ -1,19 +1,20 @@
 """What attaching costs the run, as ratios measured in one go.
 
-    python benchmarks/overhead.py [--pairs 3] [--window 12]    main-thread CPU time of a model with steps of a second
+    python benchmarks/overhead.py [--pairs 3] [--rounds 20]    main-thread CPU time of a model with steps of a second
     python benchmarks/overhead.py --whole [--pairs 3]          the same model, 200 whole steps by the default schedule
     python benchmarks/overhead.py --demo [--pairs 3]           wall time of the demo's GRPO job
 
 The first attaches to a running process and detaches again, over and over: stretches without mxprobe before and after
 each attach give the base that it is held against, so that a drift of the machine cancels. What the default schedule
 does in 200 steps (one probe with weights, three without, one replay for sensitivity) is brought about in a few dozen
-by two attaches: one probes every `--window` steps, the other replays after as many. The cost of an event is what its
-step, and the steps beside the thread that measures it, took beyond the base; the other steps give what being attached
-costs by itself. Of steps without events medians are taken: what else runs on the machine strikes single steps. Then
+by two attaches, a pair: one probes every `--window` steps, the other replays after as many. The cost of an event is
+what its step, and the steps beside the thread that measures it, took beyond the base. What being attached costs by
+itself is taken from many short attaches, the rounds, in which nothing is measured after the first step: medians of the
+others, hooks in, over those of as many steps before and after. Then
 
     overhead = attached by itself + (weights probe + 3 probes + sensitivity) / 200 steps
 
-Intervals are Student's t over pairs.
+Intervals are Student's t over pairs and rounds; that of the sum adds theirs in squares.
 
 The second extrapolates nothing: an attach without options but where the trace goes, 200 steps with their probes, their
 replay for sensitivity and the limit of `--max-overhead`, between stretches without mxprobe of a quarter as many; means
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -35,7 +37,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -117,22 +118,8 @@ def mxprobe(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "mxprobe", *arguments], check=True, capture_output=True)
 
 
-@dataclass
-class Pair:
-    """Of one round of both attaches; costs in base steps, ratios less one."""
-
-    costs: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in EVENTS})
-    between: list[float] = field(default_factory=list)
-    """Steps of an attached run that nothing is measured in or beside."""
-    hooked: list[float] = field(default_factory=list)
-    """The same where hooks are in: a run of which it is not yet known whether it generates."""
-
-    @property
-    def overhead(self) -> float:
-        if not all(self.costs.values()):
-            raise SystemExit(f"not each event was measured before the next: a longer --window ({self.costs})")
-        events = sum(n * statistics.mean(self.costs[name]) for name, n in EVENTS.items())
-        return statistics.median(self.between) + events / PERIOD
+Costs = dict[str, list[float]]
+"""Event -> what each of its kind cost, in steps of the base."""
 
 
 def busy_steps(overhead: pd.DataFrame) -> dict[int, int]:
@@ -145,21 +132,17 @@ def busy_steps(overhead: pd.DataFrame) -> dict[int, int]:
     return found
 
 
-def account(pair: Pair, overhead: pd.DataFrame, steps: Steps, base_s: float, replayed: set[int]) -> None:
-    """Book the steps of one attach to what they were for."""
+def account(costs: Costs, overhead: pd.DataFrame, steps: Steps, base_s: float, replayed: set[int]) -> None:
+    """Book the steps of one attach to the events that they were for."""
     busy = busy_steps(overhead)
-    costs: dict[int, float] = {}
+    found: dict[int, float] = {}
     first = int(overhead.index[0])
     for step in map(int, overhead.index):
-        ratio = steps[step][0] / base_s - 1
         if step in busy or step in replayed:
             event = busy.get(step, step)
-            costs[event] = costs.get(event, 0.0) + ratio
-        else:
-            (pair.hooked if overhead.hooked[step] else pair.between).append(ratio)
-    for event, cost in costs.items():
-        name = "sensitivity" if event in replayed else "weights" if event == first else "probe"
-        pair.costs[name].append(cost)
+            found[event] = found.get(event, 0.0) + steps[step][0] / base_s - 1
+    for event, cost in found.items():
+        costs["sensitivity" if event in replayed else "weights" if event == first else "probe"].append(cost)
 
 
 def attached(target: Target, trace: Path, n_steps: int, options: Sequence[str]) -> pd.DataFrame:
@@ -168,10 +151,7 @@ def attached(target: Target, trace: Path, n_steps: int, options: Sequence[str]) 
     mxprobe("attach", pid, "-o", str(trace), "--background", *options)
     last = target.wait_for(n_steps + 1)
     mxprobe("detach", pid)
-    overhead = open_trace(trace).overhead().set_index("step").loc[:last].iloc[:n_steps]
-    # The agent keeps its hooks in until the end of a first period in which nothing was generated.
-    every = int(options[options.index("--every") + 1])
-    return overhead.assign(hooked=overhead.index < overhead.index[0] + every)
+    return open_trace(trace).overhead().set_index("step").loc[:last].iloc[:n_steps]
 
 
 def alone(target: Target, n_steps: int) -> range:
@@ -181,9 +161,13 @@ def alone(target: Target, n_steps: int) -> range:
     return range(first, first + n_steps)
 
 
-def measure_pair(target: Target, directory: Path, window: int) -> Pair:
+def base_of(steps: Steps, *stretches: range) -> float:
+    """CPU seconds of a step without mxprobe."""
+    return statistics.median(steps[step][0] for stretch in stretches for step in stretch)
+
+
+def measure_pair(target: Target, directory: Path, window: int, costs: Costs) -> None:
     """Both attaches, with stretches without before, between and after."""
-    pair = Pair()
     before = alone(target, window)
     for name, options in (
         ("probes", ("--every", str(window), "--weights-every", str(PERIOD), "--sensitivity-every", "0")),
@@ -192,39 +176,68 @@ def measure_pair(target: Target, directory: Path, window: int) -> Pair:
         overhead = attached(target, directory / f"{name}.mxprobe", 2 * window, options)
         after = alone(target, window)
         steps = target.steps()
-        base_s = statistics.median(steps[step][0] for step in (*before, *after))
         replayed = {int(overhead.index[window])} if name == "replay" else set[int]()
-        account(pair, overhead, steps, base_s, replayed)
+        account(costs, overhead, steps, base_of(steps, before, after), replayed)
         before = after
-    return pair
+
+
+def measure_rounds(target: Target, directory: Path, n_rounds: int, n_steps: int) -> list[float]:
+    """Of short attaches: steps with hooks in, nothing measured in or beside them, over those without mxprobe, less 1.
+
+    The agent keeps its hooks in until the end of a first period in which nothing was generated: here, all the time.
+    """
+    ratios: list[float] = []
+    before = alone(target, n_steps)
+    for i in range(n_rounds):
+        options = ("--every", str(100 * n_steps), "--sensitivity-every", "0")
+        overhead = attached(target, directory / f"{i}.mxprobe", n_steps + 2, options)
+        after = alone(target, n_steps)
+        steps, busy = target.steps(), busy_steps(overhead)
+        idle = statistics.median(steps[step][0] for step in map(int, overhead.index) if step not in busy)
+        ratios.append(idle / base_of(steps, before, after) - 1)
+        before = after
+    return ratios
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the 95 % interval of their mean; infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    return T_975.get(len(values) - 1, 2.2) * statistics.stdev(values) / len(values) ** 0.5
+
+
+def words(mean: float, half: float) -> str:
+    return f"{mean:+.2%} ({mean - half:+.2%} to {mean + half:+.2%})" if math.isfinite(half) else f"{mean:+.2%}"
 
 
 def interval(ratios: Sequence[float]) -> str:
     """Mean of ratios less one, and its 95 % interval."""
-    mean = statistics.mean(ratios)
-    if len(ratios) < 2:
-        return f"{mean:+.2%}"
-    half = T_975.get(len(ratios) - 1, 2.2) * statistics.stdev(ratios) / len(ratios) ** 0.5
-    return f"{mean:+.2%} ({mean - half:+.2%} to {mean + half:+.2%})"
+    return words(statistics.mean(ratios), half_width(ratios))
 
 
-def measure_model(pairs: int, window: int, n_tokens: int) -> None:
+def measure_model(pairs: int, rounds: int, window: int, n_tokens: int) -> None:
     before = os.getloadavg()[0]
+    costs: Costs = {name: [] for name in EVENTS}
     with running_model(n_tokens) as (target, directory):
-        measured: list[Pair] = []
         for i in range(pairs):
-            measured.append(measure_pair(target, directory / str(i), window))
-            print(f"pair {i + 1} of {pairs}: {measured[-1].overhead:+.2%}", file=sys.stderr, flush=True)
+            measure_pair(target, directory / f"pair-{i}", window, costs)
+            print(f"pair {i + 1} of {pairs}: {costs}", file=sys.stderr, flush=True)
+        by_itself = measure_rounds(target, directory / "rounds", rounds, window // 2)
         seconds = statistics.median(wall_s for _, wall_s in target.steps().values())
-    print(f"{pairs} pairs, steps of {seconds:.2f} s; load average {before:.1f} to {os.getloadavg()[0]:.1f}\n")
+    if not all(costs.values()):
+        raise SystemExit(f"not each event was measured before the next: a longer --window ({costs})")
+    shares = {name: [cost / PERIOD for cost in found] for name, found in costs.items()}
+    mean = statistics.mean(by_itself) + sum(n * statistics.mean(shares[name]) for name, n in EVENTS.items())
+    half = math.hypot(half_width(by_itself), *(n * half_width(shares[name]) for name, n in EVENTS.items()))
+    load = f"load average {before:.1f} to {os.getloadavg()[0]:.1f}"
+    print(f"{pairs} pairs, {rounds} rounds, steps of {seconds:.2f} s; {load}\n")
     print("| | main-thread CPU time, 95 % interval |")
     print("|---|---|")
-    print(f"| default schedule | {interval([pair.overhead for pair in measured])} |")
-    print(f"| attached, between probes | {interval([statistics.median(pair.between) for pair in measured])} |")
-    print(f"| the same with hooks in | {interval([statistics.median(pair.hooked) for pair in measured])} |")
+    print(f"| default schedule | {words(mean, half)} |")
+    print(f"| attached, hooks in, no probe | {interval(by_itself)} |")
     for name, n in EVENTS.items():
-        costs = [cost for pair in measured for cost in pair.costs[name]]
-        print(f"| {name}, {n} in {PERIOD} steps, in steps | {interval(costs)} |")
+        each = statistics.mean(costs[name])
+        print(f"| {n} x {name} in {PERIOD} steps, {each:.2f} steps each | {interval([n * x for x in shares[name]])} |")
 
 
 def measure_whole(pairs: int, period: int, n_tokens: int) -> None:
@@ -325,6 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--window", type=int, default=12, help="steps between two events, and of each stretch without")
+    parser.add_argument("--rounds", type=int, default=20, help="short attaches, half a window each")
     parser.add_argument("--steps", type=int, default=250, help="of the demo's job")
     parser.add_argument("--tokens", type=int, default=1024, help="of a step, which sets its length")
     parser.add_argument("--demo", action="store_true")
@@ -336,7 +350,7 @@ def main() -> None:
     elif options.demo:
         measure_demo(options.pairs, options.steps)
     else:
-        measure_model(options.pairs, options.window, options.tokens)
+        measure_model(options.pairs, options.rounds, options.window, options.tokens)
 
 
 if __name__ == "__main__":
