@@ -188,11 +188,12 @@ class ModuleProbe:
         if not self.trains:
             self._on_serving_call(reading)
         elif torch.is_grad_enabled():
-            self._on_training_call(reading)
+            self.on_training_call(reading)
         elif not in_backward():
             self._on_no_grad_call(reading)
 
-    def _on_training_call(self, reading: Reading) -> None:
+    def on_training_call(self, reading: Reading) -> None:
+        """A call with gradient, of a module that trains; by the forward hook, or by an operator in a compiled graph."""
         recomputed = in_backward()
         if recomputed and not self._reentrant:
             if self._train_seen:
@@ -210,16 +211,16 @@ class ModuleProbe:
         snapshot = self._snapshot(reading, Phase.TRAIN)
         if snapshot is None:
             return
-        output = reading.output
-        if output is not None and output.requires_grad and snapshot.with_operands:
+        output, on_gradient = reading.output, reading.on_gradient
+        if on_gradient is None and output is not None and output.requires_grad:
+            on_gradient = own_tensor(output).register_hook
+        if on_gradient is not None and snapshot.with_operands:
             self._train = snapshot
-            self._expect_gradient(snapshot, output, reading)
+            # The hook must not keep the call alive.
+            lean = reading._replace(x=reading.x.new_empty(0), output=None, y=None, on_gradient=None)
+            on_gradient(self._gradient_hook(snapshot, lean))
         else:
             self._send(snapshot)
-
-    def _expect_gradient(self, snapshot: Snapshot, output: torch.Tensor, reading: Reading) -> None:
-        lean = reading._replace(x=reading.x.new_empty(0), output=None, y=None)  # the hook must not keep the call alive
-        own_tensor(output).register_hook(self._gradient_hook(snapshot, lean))
 
     def _gradient_hook(self, snapshot: Snapshot, reading: Reading) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:

@@ -56,6 +56,7 @@ from mxprobe.agent.moe.routers import probe_of
 from mxprobe.agent.moe.structure import is_router
 from mxprobe.agent.moe.versions import copy_expert_versions
 from mxprobe.agent.noise import NormWatch
+from mxprobe.agent.planted import PlantedOps
 from mxprobe.agent.replay.live import Replays
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
@@ -119,6 +120,7 @@ class Session:
         self._sync = WeightSync(self.guard, tell)
         self._flight = FlightTap(self._clock, self.guard, self._ledger.on_norms) if config.record else None
         self._eager = EagerSteps(config.eager_probe_steps, self.guard, tell)
+        self._planted = PlantedOps(self._clock, self.guard, tell)
         self._switch = RecipeSwitch(self._ledger.on_switch_answer, tell)
         self._roots: list[weakref.ref[nn.Module]] = []
         self._pid = os.getpid()
@@ -226,6 +228,7 @@ class Session:
             "modules": len(self._probes),
             "recipes": self._switch.recipes,
             "eager_probe_steps": self._eager.is_on,
+            "planted_probes": self._planted.is_on,
             "backlog": self.worker.backlog,
             "step_ns": self.total_step_ns,
             "probe_ns": self.total_hook_ns,
@@ -335,6 +338,7 @@ class Session:
                     part=entry.part,
                     token_group=group,
                 )
+        self._planted.look(self._probes.values())
         self._memory.settle(list(self._probes.values()))
         self._device_steps = DeviceSteps.of(self._memory.device)
         first = next((p for each in self._probes.values() for p in each.module.parameters()), None)
@@ -405,6 +409,7 @@ class Session:
     def _end_step(self) -> None:
         clock, ledger, probes = self._clock, self._ledger, list(self._probes.values())
         self._eager.leave()
+        self._planted.leave()
         clock.advance()
         for probe in probes:
             n_lost = probe.n_lost_gradients
@@ -467,7 +472,8 @@ class Session:
         """Of compiled modules whose turn it was, in a step that weights are measured in."""
         step = self._clock.step
         if self._clock.with_weights and self._compiled and not self._eager.is_on:
-            unseen = [each for each in probes if each.name in self._compiled and each.last_probed == step]
+            due = [each for each in probes if each.name in self._compiled and each.last_probed == step]
+            unseen = [each for each in due if not each.train_rows]
             for snapshot in copy_weights(step, unseen, self._config.max_features):
                 self._submit(snapshot)
 
@@ -498,6 +504,7 @@ class Session:
         self._norms.arm()
         if clock.probed:
             self._eager.enter()
+            self._planted.arm()
             for detail in self._budget.begin_probe():
                 self._ledger.on_event("thinned", detail)
         for probe in self._memory.choose(list(self._probes.values()), self._budget.share):
@@ -545,6 +552,7 @@ class Session:
 
     def _take_out(self, reason: str) -> None:
         removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap, self._eager.leave]
+        removals += [self._planted.leave]
         removals += [lambda: self._switch.leave(reason), self._milestones.remove, self._tokens.remove]
         removals += [handle.remove for handle in self._handles]
         removals += [probe.remove for probe in self._probes.values()]

@@ -24,14 +24,20 @@ _START_UP_S = 1.0  # until the interpreter is one
     metavar="RECIPE",
     help="Emulate every model that the job trains under a recipe: its name, a line or a .toml file.",
 )
+@click.option(
+    "--plant-probes",
+    is_flag=True,
+    help="Plant operators in nn.Linear that an attach can use inside torch.compile; not bit for bit.",
+)
 @click.argument("job", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(output: Path | None, emulate: str | None, record: bool, job: tuple[str, ...]) -> None:
+def command(output: Path | None, emulate: str | None, record: bool, plant_probes: bool, job: tuple[str, ...]) -> None:
     """Start JOB so that it and its Python children can be attached without ptrace.
 
     \b
       mxprobe run -- python train.py --config my.yaml
       mxprobe run -- torchrun --nproc-per-node=8 train.py
       mxprobe run --emulate "paper@rollout" -o run.mxprobe -- python train.py
+      mxprobe run --plant-probes -o run.mxprobe -- python compiled.py
 
     This process becomes the job: same PID, terminal, signals and exit code. Nothing is probed until somebody
     attaches (one sleeping thread per process); with -o, that is done at once for the process started here, or
@@ -39,6 +45,10 @@ def command(output: Path | None, emulate: str | None, record: bool, job: tuple[s
 
     --emulate changes the training: each model is emulated, as by `mxprobe.emulate(model, RECIPE)`, when its optimizer
     is built, and what was left out is printed. `NAME@rollout` is for generation alone, `NAME@train` for all else.
+
+    --plant-probes changes what torch.compile makes of a model: an operator that does nothing stands behind each
+    nn.Linear in a training graph, until a probed step, in which it shows the Linear's operands. The run is not bit
+    for bit what it is without. Nothing else sees calls inside a compiled graph while it runs as compiled.
     """
     from mxprobe.attach.job import is_launcher
 
@@ -52,6 +62,8 @@ def command(output: Path | None, emulate: str | None, record: bool, job: tuple[s
     environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *([others] if others else [])])
     if emulate is not None:
         environ |= _emulation(emulate)
+    if plant_probes:
+        environ["MXPROBE_PLANT"] = "1"
     if output is not None:
         _attach_later(os.getpid(), output, ranks=is_launcher(job), record=record)
     try:

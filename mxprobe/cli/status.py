@@ -71,6 +71,8 @@ def _lines(status: dict[str, Any]) -> str:
         lines.append(
             "  eager      probed steps run the compiled model eagerly: not bit for bit the run without mxprobe"
         )
+    if agent.get("planted_probes"):
+        lines.append("  planted    operators in the compiled model: not bit for bit the run without them")
     lines.append(f"  trace      {status['directory']}")
     if status["last_step"] is not None:
         lines.append(f"  recorded   up to step {status['last_step']}, {status['n_rows']} rows")

@@ -38,6 +38,11 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
             "Probed steps ran the compiled model eagerly (--eager-probe-steps): the run is not bit for bit what it "
             "would have been, and what was measured is the eager model's."
         )
+    if not inputs.events.empty and (inputs.events["kind"] == "planted").any():
+        found.append(
+            "Operators were planted in the compiled model (mxprobe run --plant-probes): the run is not bit for bit "
+            "what it would have been, and outputs of the modules so seen are not compared."
+        )
     phases = set(operands.phases) - {operands.phase}
     if phases:
         found.append(f"Operand statistics of phase {', '.join(sorted(phases))} are in the trace but not on this page.")

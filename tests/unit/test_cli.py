@@ -44,7 +44,7 @@ OPTIONS = {
     "trigger": {"job"},
     "detach": {"job"},
     "status": {"as_json", "job"},
-    "run": {"output", "record", "emulate"},
+    "run": {"output", "record", "emulate", "plant_probes"},
     "set": {"recipe", "job", "at_step", "timeout_s"},
     "doctor": {"as_json", "install_listener", "remove_listener"},
     "selftest": {"as_json"},

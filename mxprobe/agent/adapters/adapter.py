@@ -43,6 +43,8 @@ class Reading(NamedTuple):
     """(first, n) of the features of `output` and of its gradient that are this rank's."""
     weight: torch.Tensor | None = None
     """[O, K], where the call was handed it."""
+    on_gradient: Callable[[Callable[[torch.Tensor], None]], None] | None = None
+    """Has what it is given called with G [..., O], where no `output` is at hand whose gradient could be watched."""
 
 
 Unread = str

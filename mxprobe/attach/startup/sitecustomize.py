@@ -1,5 +1,5 @@
-"""Start-up hook of `mxprobe run`: listen, emulate where asked to, then hand over to the environment's own
-sitecustomize, if it has one.
+"""Start-up hook of `mxprobe run`: listen, emulate and plant operators where asked to, then hand over to the
+environment's own sitecustomize, if it has one.
 
 The directory of this file is on PYTHONPATH of the job and its children, and taken off `sys.path` here, so that the
 job finds what it would find without us. Standard library only and Python 3.9 syntax; mxprobe itself need not be
@@ -10,10 +10,9 @@ import os
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any
+from typing import Any, Callable
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_EMULATION = os.path.join(_HERE, "emulation.py")
 _LISTENER = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "listener.py")
 
 
@@ -29,12 +28,29 @@ def _listen() -> None:
 
 def _emulate() -> None:
     line = os.environ.get("MXPROBE_EMULATE")
-    if not line or sys.hexversion < 0x03090000:
+    if line:
+        directories = os.environ["MXPROBE_PACKAGES"].split(os.pathsep)
+        _after_torch(lambda: _ours("emulation").start(line, directories), "nothing is emulated")
+
+
+def _plant() -> None:
+    if os.environ.get("MXPROBE_PLANT") == "1":
+        _after_torch(lambda: _ours("planting").plant(), "no operator is planted")
+
+
+def _after_torch(then: Callable[[], None], otherwise: str) -> None:
+    if sys.hexversion < 0x03090000:
         return
     try:
-        _load("_mxprobe_emulation", _EMULATION).arrange(line, os.environ["MXPROBE_PACKAGES"].split(os.pathsep))
+        _ours("after_torch").arrange(then, otherwise)
     except Exception as error:
-        print(f"mxprobe: nothing will be emulated: {error}", file=sys.stderr)
+        print(f"mxprobe: {otherwise}: {error}", file=sys.stderr)
+
+
+def _ours(name: str) -> Any:
+    """The module of that name beside this one, loaded once."""
+    full = f"_mxprobe_{name}"
+    return sys.modules.get(full) or _load(full, os.path.join(_HERE, f"{name}.py"))
 
 
 def _load(name: str, path: str) -> Any:
@@ -58,4 +74,5 @@ def _chain() -> None:
 
 _listen()
 _emulate()
+_plant()
 _chain()
