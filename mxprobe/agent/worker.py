@@ -109,8 +109,7 @@ class Worker:
                 job = self._next_job()
                 if job is not None:
                     self._do(job)
-                if time.monotonic() - self._last_flush > FLUSH_EVERY_S:
-                    self._flush()
+                self._flush_if_due()
             while self._jobs:  # nothing more is measured; what there is to tell of the steps is told
                 self._do(self._jobs.popleft())
         self.n_abandoned += self._n_snapshots
@@ -132,6 +131,10 @@ class Worker:
             job()
         except Exception as error:
             self._guard.swallow("measuring", error)
+
+    def _flush_if_due(self) -> None:
+        if time.monotonic() - self._last_flush > FLUSH_EVERY_S:
+            self._flush()
 
     def _flush(self) -> None:
         self._last_flush = time.monotonic()
@@ -224,6 +227,7 @@ class Worker:
         for table, row in rows:
             if table != "events" or self._is_first(row):
                 self._recorder.add(table, row)
+            self._flush_if_due()
             if self._stopping:
                 self.n_abandoned += len(snapshots)
                 return

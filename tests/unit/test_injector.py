@@ -154,7 +154,8 @@ def test_the_archive_is_private_complete_and_not_overwritten(tmp_path: Path) -> 
         names = set(archive.namelist())
         listed = archive.read("modules.txt").decode().split()
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
-    assert names - {"libmxprobe_cpu.so"} == {*shipped_files(), "loader.py", "version.txt", "modules.txt"}
+    compiled = {f"{name}c" for name in shipped_files()}
+    assert names - {"libmxprobe_cpu.so"} == {*shipped_files(), *compiled, "loader.py", "version.txt", "modules.txt"}
     assert ("libmxprobe_cpu.so" in names) == (cpu_backend.library() is not None)
     assert {"mxprobe", "mxprobe.agent.boot", "mxprobe.protocol", "mxprobe_kernels", "mxprobe_kernels.formats"} <= set(
         listed
@@ -162,6 +163,22 @@ def test_the_archive_is_private_complete_and_not_overwritten(tmp_path: Path) -> 
     assert not [name for name in listed if name.startswith(("mxprobe.cli", "mxprobe.attach", "mxprobe.trace"))]
     with pytest.raises(FileExistsError):
         write_archive(path)
+
+
+@pytest.mark.parametrize("compares", ["default", "always"])
+def test_an_interpreter_of_this_version_compiles_nothing_of_ours(tmp_path: Path, compares: str) -> None:
+    path = tmp_path / "agent.zip"
+    write_archive(path)
+    program = (
+        "import builtins, sys, zipimport\n"
+        "def refuse(*_, **__): raise AssertionError('compiled')\n"
+        "builtins.compile = zipimport.compile = refuse\n"
+        f"importer = zipimport.zipimporter({str(path)!r})\n"
+        "print(importer.get_code('mxprobe').co_name, importer.get_code('mxprobe/protocol').co_name)"
+    )
+    command = [sys.executable, "--check-hash-based-pycs", compares, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "<module> <module>\n", done.stderr
 
 
 LOADED_BY = """
