@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from mxprobe.schema import Role
+from mxprobe.schema import CODE_BINS, Role
 from mxprobe.trace import Trace
+from mxprobe.trace.aggregation import Aggregation
+from mxprobe.trace.arrow import columns_of
 
 from . import neighbours
 from .recommendation import PaperColumn
@@ -88,14 +90,17 @@ def _found(trace: Trace) -> Iterator[Found]:
 
 
 def _of_operands(trace: Trace) -> Iterator[Found]:
-    tensors = trace.table("tensors", ("step", *PLACE, "code_hist", "sum_x2", "sum_e2", "out_e2"))
-    nothing = "no operand was measured" if tensors.empty else OLDER
-    yield "bucket_ratio", (_rows(neighbours.bucket_ratios(tensors), PLACE, "bucket_ratio"), nothing)
-    aligned = neighbours.alignments(tensors, trace.modules())
+    hists = _histograms(trace)
+    nothing = "no operand was measured" if hists.empty else OLDER
+    yield "bucket_ratio", (_rows(neighbours.bucket_ratios(hists), PLACE, "bucket_ratio"), nothing)
+    forward = {"role": (Role.X_FWD.value, Role.W_FWD.value)}
+    pairs = trace.sums(Aggregation("tensors", ("step", *PLACE, "rank"), ("sum_x2", "sum_e2", "out_e2"), forward))
+    aligned = neighbours.alignments(pairs, trace.modules())
     why = "no step in which inputs and weights of one Linear were both measured"
     yield "alignment", (_rows(aligned, PLACE, "alignment"), why)
-    blocks = trace.table("blocks")
-    ratios = neighbours.block_ratios(blocks) if len(blocks) else pd.DataFrame({name: [] for name in PLACE})
+    sums = tuple(name for name in columns_of("blocks") if name.startswith(("sum_", "n_")))
+    blocks = trace.sums(Aggregation("blocks", PLACE, sums))
+    ratios = neighbours.block_ratios(blocks)
     with_weights = (blocks["role"].astype(str) == Role.W_DGRAD.value).any()
     for name in DEFINITIONS:
         if name == "transposition":
@@ -103,6 +108,19 @@ def _of_operands(trace: Trace) -> Iterator[Found]:
             yield name, (_rows(ratios, PLACE, name), why)
         elif name.startswith(("crest", "underflow", "coverage_", "sparse_")):
             yield name, (_rows(ratios, PLACE, name), nothing)
+
+
+def _histograms(trace: Trace) -> pd.DataFrame:
+    """Columns of `PLACE` and `code_hist` (float64 [16]), added piece by piece: they are most of a large table."""
+    parts = [pd.DataFrame({name: [] for name in (*PLACE, "code_hist")})]
+    for piece in trace.chunks("tensors", (*PLACE, "code_hist")):
+        rows = piece.filter(piece.column("code_hist").is_valid())
+        if rows.num_rows:
+            group = rows.select(PLACE).to_pandas().groupby(list(PLACE), observed=True)
+            counts = rows.column("code_hist").combine_chunks().flatten().to_numpy().reshape(-1, CODE_BINS)
+            sums = pd.DataFrame(counts.astype(float)).groupby(group.ngroup().to_numpy()).sum().to_numpy()
+            parts.append(group.size().reset_index()[list(PLACE)].astype(str).assign(code_hist=list(sums)))
+    return pd.concat(parts, ignore_index=True)
 
 
 def _of_replays(trace: Trace) -> Iterator[Found]:
