@@ -74,13 +74,20 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 8, 64)).permute(2, 0, 3, 1, 4)
         x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(x)))
-model = nn.Sequential(*[Block() for _ in range(6)], nn.Linear(512, 1024))
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1024, 512), nn.Linear(512, 1024)
+        self.blocks = nn.Sequential(*[Block() for _ in range(6)])
+    def forward(self, input_ids):
+        return self.head(self.blocks(self.embed(input_ids)))
+model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
 log, step = open(out, "w", buffering=1), 0
 while True:
     cpu_s, wall_s = time.thread_time(), time.perf_counter()
-    x = torch.randn(n_tokens // 128, 128, 512)
-    model(x).square().mean().backward()
+    ids = torch.randint(0, 1024, (n_tokens // 128, 128))
+    nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     optimizer.step()
     optimizer.zero_grad()
     step += 1
@@ -190,7 +197,7 @@ def measure_rounds(target: Target, directory: Path, n_rounds: int, n_steps: int)
     before = alone(target, n_steps)
     for i in range(n_rounds):
         options = ("--every", str(100 * n_steps), "--sensitivity-every", "0")
-        overhead = attached(target, directory / f"{i}.mxprobe", n_steps + 2, options)
+        overhead = attached(target, directory / f"{i}.mxprobe", 3 * n_steps, options)
         after = alone(target, n_steps)
         steps, busy = target.steps(), busy_steps(overhead)
         idle = statistics.median(steps[step][0] for step in map(int, overhead.index) if step not in busy)
