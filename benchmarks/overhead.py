@@ -8,11 +8,12 @@ The first attaches to a running process and detaches again, over and over: stret
 each attach give the base that it is held against, so that a drift of the machine cancels. What the default schedule
 does in 200 steps (one probe with weights, three without, one replay for sensitivity) is brought about in a few dozen
 by two attaches, a pair: one probes every `--window` steps, the other replays after as many. The cost of an event is
-what its step, and the steps beside the thread that measures it, took beyond the base. What being attached costs by
-itself is taken from many short attaches, the rounds, in which nothing is measured after the first step: medians of the
-others, hooks in, over those of as many steps before and after. Then
+what its step, and the steps beside the thread that measures it, took beyond the base. What hooks cost where nothing is
+measured does not depend on the size of a layer, and would be lost in the drift of the machine at steps of a second: it
+is taken from a narrow model with the same modules and steps of some milliseconds, in many short attaches, the rounds,
+as the difference of median steps to those before and after. Then
 
-    overhead = attached by itself + (weights probe + 3 probes + sensitivity) / 200 steps
+    overhead = (hooks + weights probe + 3 probes + sensitivity in 200 steps) / 200 steps
 
 Intervals are Student's t over pairs and rounds; that of the sum adds theirs in squares.
 
@@ -54,6 +55,8 @@ PERIOD = DEFAULT.weights_every
 EVENTS = {"weights": 1, "probe": PERIOD // DEFAULT.every - 1, "sensitivity": PERIOD // DEFAULT.sensitivity_every}
 """What costs, and how often it comes in `PERIOD` steps."""
 IDLE_NS = 1_000_000
+WIDTH, NARROW, NARROW_TOKENS = 512, 64, 128
+ROUND_STEPS = 200
 T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 """Student's t by degrees of freedom."""
 
@@ -62,22 +65,22 @@ TARGET = """
 import os, sys, time
 import torch
 from torch import nn
-out, n_tokens = sys.argv[1], int(sys.argv[2])
+out, n_tokens, width = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.manual_seed(0)
 torch.set_num_threads(1)
 class Block(nn.Module):
-    def __init__(self, width=512):
+    def __init__(self):
         super().__init__()
         self.norm, self.qkv, self.o = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
     def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 8, 64)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, width // 64, 64)).permute(2, 0, 3, 1, 4)
         x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(x)))
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Embedding(1024, 512), nn.Linear(512, 1024)
+        self.embed, self.head = nn.Embedding(1024, width), nn.Linear(width, 1024)
         self.blocks = nn.Sequential(*[Block() for _ in range(6)])
     def forward(self, input_ids):
         return self.head(self.blocks(self.embed(input_ids)))
@@ -188,22 +191,23 @@ def measure_pair(target: Target, directory: Path, window: int, costs: Costs) -> 
         before = after
 
 
-def measure_rounds(target: Target, directory: Path, n_rounds: int, n_steps: int) -> list[float]:
-    """Of short attaches: steps with hooks in, nothing measured in or beside them, over those without mxprobe, less 1.
+def hooks_s(n_rounds: int) -> list[float]:
+    """Of each round: CPU seconds that a step takes longer with hooks in, nothing measured in or beside it.
 
     The agent keeps its hooks in until the end of a first period in which nothing was generated: here, all the time.
     """
-    ratios: list[float] = []
-    before = alone(target, n_steps)
-    for i in range(n_rounds):
-        options = ("--every", str(100 * n_steps), "--sensitivity-every", "0")
-        overhead = attached(target, directory / f"{i}.mxprobe", 3 * n_steps, options)
-        after = alone(target, n_steps)
-        steps, busy = target.steps(), busy_steps(overhead)
-        idle = statistics.median(steps[step][0] for step in map(int, overhead.index) if step not in busy)
-        ratios.append(idle / base_of(steps, before, after) - 1)
-        before = after
-    return ratios
+    found: list[float] = []
+    options = ("--every", str(10 * ROUND_STEPS), "--sensitivity-every", "0")
+    with running_model(NARROW_TOKENS, NARROW) as (target, directory):
+        before = alone(target, ROUND_STEPS)
+        for i in range(n_rounds):
+            overhead = attached(target, directory / f"{i}.mxprobe", 2 * ROUND_STEPS, options)
+            after = alone(target, ROUND_STEPS)
+            steps, busy = target.steps(), busy_steps(overhead)
+            idle = [steps[step][0] for step in map(int, overhead.index) if step not in busy]
+            found.append(statistics.median(idle) - base_of(steps, before, after))
+            before = after
+    return found
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -224,15 +228,18 @@ def interval(ratios: Sequence[float]) -> str:
 
 def measure_model(pairs: int, rounds: int, window: int, n_tokens: int) -> None:
     before = os.getloadavg()[0]
+    hooks = hooks_s(rounds)
+    print(f"hooks: {statistics.mean(hooks) * 1e3:.3f} +- {half_width(hooks) * 1e3:.3f} ms a step", flush=True)
     costs: Costs = {name: [] for name in EVENTS}
-    with running_model(n_tokens) as (target, directory):
+    with running_model(n_tokens, WIDTH) as (target, directory):
         for i in range(pairs):
-            measure_pair(target, directory / f"pair-{i}", window, costs)
+            measure_pair(target, directory / str(i), window, costs)
             print(f"pair {i + 1} of {pairs}: {costs}", file=sys.stderr, flush=True)
-        by_itself = measure_rounds(target, directory / "rounds", rounds, window // 2)
         seconds = statistics.median(wall_s for _, wall_s in target.steps().values())
+        cpu_s = statistics.median(cpu_s for cpu_s, _ in target.steps().values())
     if not all(costs.values()):
         raise SystemExit(f"not each event was measured before the next: a longer --window ({costs})")
+    by_itself = [each / cpu_s for each in hooks]
     shares = {name: [cost / PERIOD for cost in found] for name, found in costs.items()}
     mean = statistics.mean(by_itself) + sum(n * statistics.mean(shares[name]) for name, n in EVENTS.items())
     half = math.hypot(half_width(by_itself), *(n * half_width(shares[name]) for name, n in EVENTS.items()))
@@ -241,7 +248,7 @@ def measure_model(pairs: int, rounds: int, window: int, n_tokens: int) -> None:
     print("| | main-thread CPU time, 95 % interval |")
     print("|---|---|")
     print(f"| default schedule | {words(mean, half)} |")
-    print(f"| attached, hooks in, no probe | {interval(by_itself)} |")
+    print(f"| attached, hooks in, nothing measured | {interval(by_itself)} |")
     for name, n in EVENTS.items():
         each = statistics.mean(costs[name])
         print(f"| {n} x {name} in {PERIOD} steps, {each:.2f} steps each | {interval([n * x for x in shares[name]])} |")
@@ -258,7 +265,7 @@ def measure_whole(pairs: int, period: int, n_tokens: int) -> None:
     print("| pair | CPU time | wall time | in hooks, by the trace | probes | replays | load average |")
     print("|---|---|---|---|---|---|---|", flush=True)
     ratios: list[tuple[float, float]] = []
-    with running_model(n_tokens) as (target, directory):
+    with running_model(n_tokens, WIDTH) as (target, directory):
         for i in range(pairs):
             trace = directory / f"{i}.mxprobe"
             before = alone(target, max(period // 4, 2))
@@ -288,11 +295,11 @@ def measure_whole(pairs: int, period: int, n_tokens: int) -> None:
 
 
 @contextmanager
-def running_model(n_tokens: int) -> Iterator[tuple[Target, Path]]:
+def running_model(n_tokens: int, width: int) -> Iterator[tuple[Target, Path]]:
     """The model, training, and a directory for its traces."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name, "steps")
-        command = [sys.executable, "-c", TARGET, str(out), str(n_tokens)]
+        command = [sys.executable, "-c", TARGET, str(out), str(n_tokens), str(width)]
         process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
             target = Target(process, out)
@@ -345,7 +352,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--window", type=int, default=12, help="steps between two events, and of each stretch without")
-    parser.add_argument("--rounds", type=int, default=20, help="short attaches, half a window each")
+    parser.add_argument("--rounds", type=int, default=20, help="short attaches to the narrow model")
     parser.add_argument("--steps", type=int, default=250, help="of the demo's job")
     parser.add_argument("--tokens", type=int, default=1024, help="of a step, which sets its length")
     parser.add_argument("--demo", action="store_true")
