@@ -8,9 +8,10 @@ into the two operators above and a copy of y, which inductor leaves out. None of
 `observer` is None they return at once; when an agent comes or goes nothing is compiled anew.
 
 ticket  int32 [1], not initialised: its address says which call a gradient belongs to, without reading the device.
+        Nothing of the forward pass needs it, so the compiler runs `observe` where x is at hand anyway: as a rule in the
+        backward pass, beside `observe_gradient`. A call in a checkpointed region is thus seen once.
 anchor  a leaf of one element. `observe_gradient` yields its gradient, 0: an operator whose result nobody needs would
-        be left out by the compiler. Where a region is checkpointed the compiler runs `observe` in the backward pass
-        alone, so each call is seen once.
+        be left out by the compiler.
 
 What is no plain tensor and no plain parameter there (DTensor), calls without gradient, transforms of torch.func and
 torch.export are left alone. Torch alone and Python 3.9 syntax; loaded by path by the `sitecustomize` beside it.
