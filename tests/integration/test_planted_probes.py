@@ -105,7 +105,9 @@ class Run:
             self.status = controller.frame("status")
             self.events = {row["kind"]: row["detail"] for row in controller.rows["events"]}
             self.modules = {row["module"]: row for row in controller.rows["modules"]}
-            self.rows: Rows = {(row["module"], row["role"]): row for row in controller.rows.get("tensors", [])}
+            self.rows: Rows = {(row["module"], row["role"]): row for row in controller.rows["tensors"]}
+            rows = [(row["step"], row["module"], row["role"]) for row in controller.rows["tensors"]]
+            assert len(rows) == len(set(rows))
             self.n_errors = controller.frame("detached")["n_errors"]
         self.step()
 
@@ -230,7 +232,8 @@ def test_a_compiled_job_under_run(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "planting.py True\n"
-            until(lambda: (done := mxprobe("status", str(process.pid))).returncode == 0 and "planted" in done.stdout)
+            pid = str(process.pid)
+            until(lambda: "operators in the compiled model" in mxprobe("status", pid).stdout, timeout_s=120)
             until(lambda: len(tensors(trace)) > 0, timeout_s=120)
         finally:
             stop.touch()
