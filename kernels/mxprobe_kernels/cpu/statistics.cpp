@@ -157,26 +157,27 @@ void row_segment(const char* p, int n_blocks, int length, int32_t bias, Totals& 
 // kStrip vectors of columns and `length` <= 32 rows of them.
 template <DType D, bool COVERS, bool LITE>
 void column_strip(const char* p, int64_t stride, int length, int columns, int32_t bias, Totals& t) {
-  constexpr int vector = LANES * element_bytes<D>;
-  Raw<D> m[kStrip] = {}, nonzero{};
-  vi amax[kStrip], exponent[kStrip];
+  constexpr int vector = LANES * element_bytes<D>, n_wide = kStrip * vector / sizeof(Wide<D>);
+  Wide<D> m[n_wide] = {}, nonzero{};
   for (int i = 0; i < length; i++)
-    for (int k = 0; k < kStrip; k++) {
-      const Raw<D> v = load_magnitude<D>(p + i * stride + k * vector);
+    for (int k = 0; k < n_wide; k++) {
+      Wide<D> v;
+      std::memcpy(&v, p + i * stride + k * sizeof v, sizeof v);
+      v &= magnitude_bits<D>;
       nonzero += at_most_one(v);
       m[k] = max(m[k], v);
     }
-  t.nonzero += widen<D>(nonzero);
-  vi tops = splat(kNone), peaks{};
+  t.nonzero += widen_wide<D>(nonzero);
+  vi amax[kStrip], exponent[kStrip], tops = splat(kNone), bottoms = splat(127), peaks{};
   for (int k = 0; k < kStrip; k++) {
     if (k % 2 == 0) {
       vi pair[2];
-      expand_pair<D>(m[k], m[k + 1], pair);
+      load_pair<D>((const char*)m + k * vector, pair);
       amax[k] = pair[0], amax[k + 1] = pair[1];
     }
     const int n = columns_of<D>(columns, k);
     exponent[k] = account<D, LITE>(amax[k], n, length, bias, t);
-    tops = max(tops, exponent[k]), peaks = max(peaks, amax[k]);
+    tops = max(tops, exponent[k]), bottoms = min(bottoms, exponent[k]), peaks = max(peaks, amax[k]);
   }
   if (lane_max(peaks) >= kInfinity)
     for (int i = 0; i < kStrip * LANES; i++)
@@ -186,12 +187,15 @@ void column_strip(const char* p, int64_t stride, int length, int columns, int32_
         exclude(found.nonfinite, found.nonzero, length, t);
       }
   int top = lane_max(tops);
+  const bool one_pass = lane_max(-bottoms) <= kSpread - top;
   while (top > kNone) {
     Sums s{};
     vi keep[kStrip];
     int next = kNone;
     const int unit = unit_of<D>(top);
-    const auto pass = [&](auto as_is) {
+    // `plain`: every column is added, as it is where it has 16 bits.
+    const auto pass = [&](auto plain) {
+      constexpr bool as_is = plain.value && D != DType::kFloat32;
       const Fixed fixed = fixed_of(unit);
       for (int k = 0; k < kStrip; k += 2) {
         Scale scales[2];
@@ -207,15 +211,17 @@ void column_strip(const char* p, int64_t stride, int length, int columns, int32_
         for (int i = 0; i < length; i++) {
           vi pair[2];
           load_pair<D>(p + i * stride + k * vector, pair);
-          const vi bits[2] = {pair[0] & keep[k], pair[1] & keep[k + 1]};
-          fetch_pair<D>(p + i * stride + (k + kStrip) * vector);
-          add<D, COVERS, LITE, as_is.value>(s, bits, scales, fixed);
+          if (!plain.value) pair[0] &= keep[k], pair[1] &= keep[k + 1];
+          // All of it with the first pair, so that the last has arrived when it is read; `lite` is too fast for so many.
+          if (LITE || k == 0) fetch_pair<D>(p + i * stride + (k + kStrip) * vector);
+          if (!LITE && k == 0) fetch_pair<D>(p + i * stride + (kStrip + 2) * vector);
+          add<D, COVERS, LITE, as_is>(s, pair, scales, fixed);
           if (!LITE && i % kWidenPairs == kWidenPairs - 1) widen(s);
         }
         if (!LITE) widen(s);
       }
     };
-    if (D != DType::kFloat32 && !unit) pass(std::true_type{});
+    if (one_pass && (D == DType::kFloat32 || !unit)) pass(std::true_type{});
     else pass(std::false_type{});
     const auto count = [&](int64_t& n_nonzero, int64_t& n_added) {
       for (int k = 0; k < kStrip; k++)
@@ -279,7 +285,7 @@ void run(const Tile& t, double* v) {
   Totals totals{};
   if (t.columns) column_tile<D, COVERS, LITE>(t, totals);
   else row_tile<D, COVERS, LITE>(t, totals);
-  finish<COVERS, LITE>(totals, v);
+  finish<D, COVERS, LITE>(totals, v);
 }
 
 template <DType D>

@@ -17,6 +17,7 @@ struct Totals {
   vi codes[16];  // of magnitudes, then of negative elements
   int64_t n_included, n_padded, n_blocks, n_nonfinite, n_excluded_nonzero;
   int32_t delta[DeltaTable::kNoBin + 1];
+  int32_t granules[DeltaTable::kGranules];  // of bf16, which has no more bits than they tell apart: their bins later
 };
 
 // Four byte counters a lane -> codes first, first + 2, first + 4, first + 6.
@@ -95,7 +96,7 @@ void add_exactly(vi bits, vi keep, vi amax, vi exponent, Totals& t) {
   }
 }
 
-template <bool COVERS, bool LITE>
+template <DType D, bool COVERS, bool LITE>
 void finish(const Totals& t, double* v) {
   const double nonzero = lane_sum(t.nonzero) - double(t.n_excluded_nonzero);
   const double x2 = lane_sum(t.x2, LANES / 2), d2 = lane_sum(t.d2, LANES / 2);
@@ -131,6 +132,8 @@ void finish(const Totals& t, double* v) {
   v[kZeroedByScale] = COVERS ? v[kZeroed] - v[kDeadzone] : lane_sum(t.by_scale);
   v[kClamped] = lane_sum(t.clamped);
   for (int i = 0; i < 32; i++) v[kDelta + i] = t.delta[i];
+  if constexpr (D == DType::kBFloat16)
+    for (int i = 0; i < DeltaTable::kGranules - 1; i++) v[kDelta + delta_table.bin[i]] += t.granules[i];
   for (int i = 0; i < 8; i++) {
     v[kCodes + i] = codes[i] - codes[8 + i];
     v[kCodes + 8 + i] = codes[8 + i];
@@ -157,13 +160,17 @@ INLINE vi account(vi amax, int n_blocks, int length, int32_t bias, Totals& t) {
     const vi granule = (as_int(a) >> DeltaTable::kShift) - DeltaTable::kFirst;
     const vi granules = a > 0.0f ? min(max(granule, splat(0)), splat(no_bin - 1)) : splat(no_bin);
     int32_t g[LANES];
-    float ratios[LANES];
     std::memcpy(g, &granules, sizeof g);
     in_memory(g);
-    std::memcpy(ratios, &a, sizeof a);
-    for (int j = 0; j < LANES; j++) {
-      const bool past = D != DType::kBFloat16 && ratios[j] > delta_table.edge[g[j]];  // bf16 has no more bits than granules
-      t.delta[delta_table.bin[g[j]] - past]++;
+    if constexpr (D == DType::kBFloat16) {
+      for (int j = 0; j < LANES; j++) t.granules[g[j]]++;
+    } else {
+      float ratios[LANES];
+      std::memcpy(ratios, &a, sizeof a);
+      for (int j = 0; j < LANES; j++) {
+        const bool past = ratios[j] > delta_table.edge[g[j]];
+        t.delta[delta_table.bin[g[j]] - past]++;
+      }
     }
   }
   return out ? splat(kNone) : exponent;

@@ -19,6 +19,7 @@ namespace {
 typedef float vf __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2)));
+typedef uint16_t vw __attribute__((vector_size(LANES * 4), aligned(2)));
 typedef float vf_half __attribute__((vector_size(LANES * 2), aligned(4)));
 typedef double vd __attribute__((vector_size(LANES * 4), aligned(8)));
 
@@ -35,8 +36,10 @@ INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 INLINE vi max(vi a, vi b) { return a > b ? a : b; }
 INLINE vi min(vi a, vi b) { return a < b ? a : b; }
 INLINE vh max(vh a, vh b) { return a > b ? a : b; }
+INLINE vw max(vw a, vw b) { return a > b ? a : b; }
 INLINE vi at_most_one(vi v) { return v < 1 ? v : splat(1); }
 INLINE vh at_most_one(vh v) { return v < 1 ? v : vh{} + uint16_t(1); }
+INLINE vw at_most_one(vw v) { return v < 1 ? v : vw{} + uint16_t(1); }
 INLINE vf magnitude(vf v) { return as_float(as_int(v) & 0x7FFFFFFF); }
 
 INLINE float bits_to_float(int32_t b) {
@@ -231,20 +234,7 @@ INLINE vi load(const char* p) {
   return expand<D>(load_raw<D>(p));
 }
 
-// 2 LANES elements from two vectors in memory's order -> fp32 bits; bf16's even ones, then its odd ones, which takes two
-// instructions. So are a pair's amax and elements, whatever the order.
-template <DType D>
-INLINE void expand_pair(Raw<D> first, Raw<D> second, vi (&pair)[2]) {
-  if constexpr (D == DType::kBFloat16) {
-    vi both;
-    std::memcpy(&both, &first, sizeof first);
-    std::memcpy((char*)&both + sizeof first, &second, sizeof second);
-    pair[0] = both << 16, pair[1] = both & int32_t(0xFFFF0000);
-  } else {
-    pair[0] = expand<D>(first), pair[1] = expand<D>(second);
-  }
-}
-
+// 2 LANES elements -> fp32 bits; bf16's even ones, then its odd ones, which takes two instructions.
 template <DType D>
 INLINE void load_pair(const char* p, vi (&pair)[2]) {
   if constexpr (D == DType::kBFloat16) {
@@ -261,6 +251,26 @@ template <DType D>
 INLINE vi widen(Raw<D> counters) {
   if constexpr (D == DType::kFloat32) return counters;
   else return widen_words(counters);
+}
+
+// A register of elements as they lie in memory.
+template <DType D>
+using Wide = std::conditional_t<D == DType::kFloat32, vi, vw>;
+
+template <DType D>
+constexpr std::conditional_t<D == DType::kFloat32, int32_t, uint16_t> magnitude_bits =
+    D == DType::kFloat32 ? 0x7FFFFFFF : 0x7FFF;
+
+// Its counters -> of lanes.
+template <DType D>
+INLINE vi widen_wide(Wide<D> counters) {
+  if constexpr (D == DType::kFloat32) {
+    return counters;
+  } else {
+    vi both;
+    std::memcpy(&both, &counters, sizeof both);
+    return (both & 0xFFFF) + ((both >> 16) & 0xFFFF);
+  }
 }
 
 // Without the sign: larger bits are larger magnitudes, a NaN the largest.
