@@ -285,7 +285,7 @@ void run(const Tile& t, double* v) {
   Totals totals{};
   if (t.columns) column_tile<D, COVERS, LITE>(t, totals);
   else row_tile<D, COVERS, LITE>(t, totals);
-  finish<D, COVERS, LITE>(totals, v);
+  finish<COVERS, LITE>(totals, v);
 }
 
 template <DType D>

@@ -96,7 +96,7 @@ void add_exactly(vi bits, vi keep, vi amax, vi exponent, Totals& t) {
   }
 }
 
-template <DType D, bool COVERS, bool LITE>
+template <bool COVERS, bool LITE>
 void finish(const Totals& t, double* v) {
   const double nonzero = lane_sum(t.nonzero) - double(t.n_excluded_nonzero);
   const double x2 = lane_sum(t.x2, LANES / 2), d2 = lane_sum(t.d2, LANES / 2);
@@ -132,8 +132,7 @@ void finish(const Totals& t, double* v) {
   v[kZeroedByScale] = COVERS ? v[kZeroed] - v[kDeadzone] : lane_sum(t.by_scale);
   v[kClamped] = lane_sum(t.clamped);
   for (int i = 0; i < 32; i++) v[kDelta + i] = t.delta[i];
-  if constexpr (D == DType::kBFloat16)
-    for (int i = 0; i < DeltaTable::kGranules - 1; i++) v[kDelta + delta_table.bin[i]] += t.granules[i];
+  for (int i = 0; i < DeltaTable::kGranules - 1; i++) v[kDelta + delta_table.bin[i]] += t.granules[i];
   for (int i = 0; i < 8; i++) {
     v[kCodes + i] = codes[i] - codes[8 + i];
     v[kCodes + 8 + i] = codes[8 + i];
