@@ -216,11 +216,16 @@ class ModuleProbe:
             on_gradient = own_tensor(output).register_hook
         if on_gradient is not None and snapshot.with_operands:
             self._train = snapshot
-            # The hook must not keep the call alive.
-            lean = reading._replace(x=reading.x.new_empty(0), output=None, y=None, on_gradient=None)
-            on_gradient(self._gradient_hook(snapshot, lean))
+            self._expect_gradient(snapshot, on_gradient, reading)
         else:
             self._send(snapshot)
+
+    def _expect_gradient(
+        self, snapshot: Snapshot, on_gradient: Callable[[Callable[[torch.Tensor], None]], Any], reading: Reading
+    ) -> None:
+        # The hook must not keep the call alive.
+        lean = reading._replace(x=reading.x.new_empty(0), output=None, y=None, on_gradient=None)
+        on_gradient(self._gradient_hook(snapshot, lean))
 
     def _gradient_hook(self, snapshot: Snapshot, reading: Reading) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:

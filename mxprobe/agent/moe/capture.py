@@ -232,7 +232,7 @@ class ExpertsProbe(ModuleProbe):
 
         return hook
 
-    def _expect_gradient(self, snapshot: Any, output: torch.Tensor, reading: Reading) -> None:
+    def _expect_gradient(self, snapshot: Any, on_gradient: Any, reading: Reading) -> None:
         if not self._missing:  # nothing of it needs a gradient
             self._train = None
             self._send(snapshot)
