@@ -302,6 +302,10 @@ class ModuleProbe:
         if snapshot is not None:
             self._send(snapshot)
 
+    def _with_operands(self, phase: Phase) -> bool:
+        """Whether a call of that phase is decomposed, and not only its output looked at."""
+        return not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains)
+
     def _snapshot(self, reading: Reading, phase: Phase) -> Snapshot | None:
         x = reading.x
         seed = seed_of(self._clock.step, self.name)
@@ -335,7 +339,7 @@ class ModuleProbe:
                 y=y,
                 y_watched=y_watched,
                 weight=weight,
-                with_operands=not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains),
+                with_operands=self._with_operands(phase),
                 with_weights=self._clock.with_weights,
                 n_tile_rows=chosen.n_tile_rows,
                 singles=chosen.singles,

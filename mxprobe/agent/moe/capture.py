@@ -17,35 +17,21 @@ from torch import nn
 
 from mxprobe.agent.adapters.adapter import Reading, first_argument
 from mxprobe.agent.guard import in_backward, is_off_limits, is_plain, undisturbed
-from mxprobe.agent.hooks import ModuleProbe, own_tensor
+from mxprobe.agent.hooks import own_tensor
 from mxprobe.agent.inventory import has_fused_path, is_compiled
 from mxprobe.agent.moe.gemms import Gemm, GemmWatch
 from mxprobe.agent.moe.numbers import own_experts
-from mxprobe.agent.moe.snapshot import (
-    CPU_ELEMENTS,
-    DEVICE_ELEMENTS,
-    ExpertsSnapshot,
-    Layout,
-    Piece,
-    copy_gemm,
-)
+from mxprobe.agent.moe.probe import ManyExpertsProbe
+from mxprobe.agent.moe.snapshot import ExpertsSnapshot, Piece, copy_gemm
 from mxprobe.agent.moe.structure import expert_parameters
-from mxprobe.agent.sampling import seed_of
 from mxprobe.schema import Phase
 
 
-class ExpertsProbe(ModuleProbe):
+class ExpertsProbe(ManyExpertsProbe):
     """Watches the GEMMs by one parameter (`part`) that holds the matrices of several experts (see `structure`)."""
 
-    def __init__(
-        self, name: str, module: nn.Module, *, every_expert: bool, first_expert: int = 0, **options: Any
-    ) -> None:
-        """`every_expert`: measure all of them at each probed step; `first_expert`: the number of the first one held.
-
-        The other options are those of `ModuleProbe`.
-        """
-        self._every_expert = every_expert
-        self._first_expert = first_expert
+    def __init__(self, name: str, module: nn.Module, **options: Any) -> None:
+        """The options are those of `ManyExpertsProbe`."""
         self.is_flipped: bool | None = None
         """The parameter is [E, K, O]; None until a GEMM was seen."""
         self._pre_handle: Any = None
@@ -84,16 +70,6 @@ class ExpertsProbe(ModuleProbe):
     def forget(self) -> None:
         super().forget()
         self._filling, self._missing = None, 0
-
-    @property
-    def sample_bytes(self) -> int:
-        """Upper bound of what one armed step copies of this module: x, y, g and the weight twice, in two phases."""
-        parameter = expert_parameters(self.module)[self.part]
-        return 2 * 5 * 4 * (CPU_ELEMENTS if parameter.device.type == "cpu" else DEVICE_ELEMENTS)
-
-    def shrink(self, max_bytes: int) -> bool:
-        """What is copied of experts is bounded as it is."""
-        return False
 
     def finish_step(self) -> None:
         counted = self.armed and not self._clock.only_outputs
@@ -189,8 +165,7 @@ class ExpertsProbe(ModuleProbe):
             self.withheld = "some of its products are by a part of the matrix, and are not measured"
             return None
         if snapshot.layout is None:
-            seed = seed_of(self._clock.step, self.name)
-            snapshot.layout = Layout.plan(weight, every=self._every_expert, seed=seed, first=first)
+            snapshot.layout = self._layout(weight, first)
             snapshot.dtype = gemm.output.dtype
         snapshot.n_rows += gemm.x.shape[0]
         snapshot.n_seen += gemm.expert is not None and gemm.x.shape[0] > 0
@@ -245,12 +220,6 @@ class ExpertsProbe(ModuleProbe):
             self.why_unread = "its products are not made by a torch function that can be watched (a fused kernel)"
             return None
         snapshot.phase = phase.value
-        snapshot.with_operands = not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains)
+        snapshot.with_operands = self._with_operands(phase)
         self.rows_per_token = snapshot.n_rows / max(reading.x.numel() // reading.x.shape[-1], 1)
         return snapshot
-
-    def _join_decode_step(self, prefill: Any, reading: Reading) -> None:
-        """The prefill alone is measured: its tokens tell the experts' rows apart, a decode step has few."""
-        self._rollout_done = True
-        prefill.phase = Phase.ROLLOUT.value
-        self._send(prefill)

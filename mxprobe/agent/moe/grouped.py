@@ -19,39 +19,19 @@ from torch import nn
 from mxprobe.agent.adapters.adapter import Reading
 from mxprobe.agent.adapters.transformer_engine import experts_of_grouped, splits_of
 from mxprobe.agent.guard import is_plain, undisturbed
-from mxprobe.agent.hooks import ModuleProbe
 from mxprobe.agent.moe.gemms import Gemm
-from mxprobe.agent.moe.snapshot import (
-    CPU_ELEMENTS,
-    DEVICE_ELEMENTS,
-    ExpertsSnapshot,
-    Layout,
-    copy_gemm,
-    on_device,
-)
-from mxprobe.agent.sampling import seed_of
+from mxprobe.agent.moe.probe import ManyExpertsProbe
+from mxprobe.agent.moe.snapshot import ExpertsSnapshot, copy_gemm, on_device
 from mxprobe.schema import Phase
 
 
-class GroupedProbe(ModuleProbe):
+class GroupedProbe(ManyExpertsProbe):
     """Copies rows of the experts that are measured; the snapshot is that of fused experts."""
 
-    def __init__(self, name: str, module: nn.Module, *, every_expert: bool, first_expert: int, **options: Any) -> None:
-        """The options are those of `ExpertsProbe`."""
-        self._every_expert = every_expert
-        self._first_expert = first_expert
+    def __init__(self, name: str, module: nn.Module, **options: Any) -> None:
+        """The options are those of `ManyExpertsProbe`."""
         self._splits: Any = None
         super().__init__(name, module, **options)
-
-    @property
-    def sample_bytes(self) -> int:
-        """Upper bound of what one armed step copies of this module: x, y, g and the weight twice, in two phases."""
-        device = next((p.device.type for p in self.module.parameters()), "cpu")
-        return 2 * 5 * 4 * (CPU_ELEMENTS if device == "cpu" else DEVICE_ELEMENTS)
-
-    def shrink(self, max_bytes: int) -> bool:
-        """What is copied of experts is bounded as it is."""
-        return False
 
     def _on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._splits = splits_of(args, kwargs)
@@ -69,8 +49,7 @@ class GroupedProbe(ModuleProbe):
         x, y = (t.reshape(-1, t.shape[-1]) for t in (reading.x, reading.y))
         with undisturbed(x.device.type):
             shape = weights[0].detach().expand(len(weights), *weights[0].shape)
-            seed = seed_of(self._clock.step, self.name)
-            layout = Layout.plan(shape, every=self._every_expert, seed=seed, first=self._first_expert)
+            layout = self._layout(shape, self._first_expert)
             gemm = Gemm(
                 parameter=self.part,
                 expert=None,
@@ -93,7 +72,7 @@ class GroupedProbe(ModuleProbe):
             step=self._clock.step,
             micro_step=max(self._clock.micro_step, 0),
             time_ns=time.time_ns(),
-            with_operands=not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains),
+            with_operands=self._with_operands(phase),
             with_weights=self._clock.with_weights,
             layout=layout,
             pieces=[copied[0]],
@@ -101,12 +80,6 @@ class GroupedProbe(ModuleProbe):
             all_counts=copied[1],
             dtype=y.dtype,
         )
-
-    def _join_decode_step(self, prefill: Any, reading: Reading) -> None:
-        """The prefill alone is measured, as with fused experts."""
-        self._rollout_done = True
-        prefill.phase = Phase.ROLLOUT.value
-        self._send(prefill)
 
 
 def _ends(splits: Any, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,48 @@
+"""What observing the experts of one module has in common, whichever way their GEMMs are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxprobe.agent.hooks import ModuleProbe
+from mxprobe.agent.moe.snapshot import CPU_ELEMENTS, DEVICE_ELEMENTS, Layout
+from mxprobe.agent.sampling import seed_of
+from mxprobe.schema import Phase
+
+
+class ManyExpertsProbe(ModuleProbe):
+    """Its snapshots are `ExpertsSnapshot`, of as many experts at a time as fit."""
+
+    def __init__(
+        self, name: str, module: nn.Module, *, every_expert: bool, first_expert: int = 0, **options: Any
+    ) -> None:
+        """`every_expert`: measure all of them at each probed step; `first_expert`: the number of the first one held.
+
+        The other options are those of `ModuleProbe`.
+        """
+        self._every_expert = every_expert
+        self._first_expert = first_expert
+        super().__init__(name, module, **options)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Upper bound of what one armed step copies of this module: x, y, g and the weight twice, in two phases."""
+        device = next((p.device.type for p in self.module.parameters()), "cpu")
+        return 2 * 5 * 4 * (CPU_ELEMENTS if device == "cpu" else DEVICE_ELEMENTS)
+
+    def shrink(self, max_bytes: int) -> bool:
+        """What is copied of experts is bounded as it is."""
+        return False
+
+    def _layout(self, weight: torch.Tensor, first: int) -> Layout:
+        """Of this step, for weight [E, O, K], whose first expert has that number."""
+        return Layout.plan(weight, every=self._every_expert, seed=seed_of(self._clock.step, self.name), first=first)
+
+    def _join_decode_step(self, prefill: Any, reading: Any) -> None:
+        """The prefill alone is measured: its tokens tell the experts' rows apart, a decode step has few."""
+        self._rollout_done = True
+        prefill.phase = Phase.ROLLOUT.value
+        self._send(prefill)
