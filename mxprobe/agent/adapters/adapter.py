@@ -170,6 +170,14 @@ def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
+def input_and_output(
+    args: Sequence[Any], kwargs: Mapping[str, Any], name: str, output: Any
+) -> tuple[torch.Tensor, torch.Tensor] | Unread:
+    """The call's first argument and what it returned first, both plain."""
+    x, y = first_argument(args, kwargs, name), first_of(output)
+    return (x, y) if is_plain(x) and is_plain(y) else unreadable(x, y)
+
+
 def unreadable(x: Any, output: Any) -> Unread:
     """The reason given for a call whose tensors are not plain."""
     return f"input is a {type(x).__name__}, output a {type(output).__name__}"

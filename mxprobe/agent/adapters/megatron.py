@@ -24,13 +24,10 @@ from mxprobe.agent.adapters.adapter import (
     Rows,
     Signature,
     Unread,
-    first_argument,
-    first_of,
     held,
-    unreadable,
+    input_and_output,
 )
 from mxprobe.agent.adapters.placement import Placement, Shard
-from mxprobe.agent.guard import is_plain
 
 VERSION = "megatron-core 0.16.1"
 SUMMED = "y is the sum over tensor-parallel ranks: the own product of the layer is not visible"
@@ -66,10 +63,10 @@ class ColumnParallelAdapter(_MegatronAdapter):
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Reading | Unread:
-        x = first_argument(args, kwargs, "input_")
-        y: Any = first_of(output)
-        if not (is_plain(x) and is_plain(y)):
-            return unreadable(x, y)
+        both = input_and_output(args, kwargs, "input_", output)
+        if isinstance(both, str):
+            return both
+        x, y = both
         shard, group = self.shard(module)
         n_out = held(module, "output_size_per_partition")
         columns = (shard.index * n_out, n_out) if y.shape[-1] > n_out else None
@@ -109,10 +106,10 @@ class RowParallelAdapter(_MegatronAdapter):
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Reading | Unread:
-        x = first_argument(args, kwargs, "input_")
-        y: Any = first_of(output)
-        if not (is_plain(x) and is_plain(y)):
-            return unreadable(x, y)
+        both = input_and_output(args, kwargs, "input_", output)
+        if isinstance(both, str):
+            return both
+        x, y = both
         shard, group = self.shard(module)
         n_in = held(module, "input_size_per_partition")
         g_tokens = shard if is_part(y, x, shard) else Shard()

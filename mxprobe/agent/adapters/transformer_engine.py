@@ -31,8 +31,8 @@ from mxprobe.agent.adapters.adapter import (
     Signature,
     Unread,
     first_argument,
-    first_of,
     held,
+    input_and_output,
     unreadable,
 )
 from mxprobe.agent.adapters.megatron import SUMMED, is_part, rows_of, shard_of
@@ -75,10 +75,10 @@ class TransformerEngineAdapter(Adapter):
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Reading | Unread:
-        x = first_argument(args, kwargs, "inp")
-        y: Any = first_of(output)
-        if not (is_plain(x) and is_plain(y)):
-            return unreadable(x, y)
+        both = input_and_output(args, kwargs, "inp", output)
+        if isinstance(both, str):
+            return both
+        x, y = both
         shard, group = shard_of(held(module, "tp_group"))
         mode, operand = held(module, "parallel_mode"), self.operand(module)
         if mode == "column":
@@ -183,10 +183,10 @@ class GroupedLinearAdapter(Adapter):
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Reading | Unread:
-        x = first_argument(args, kwargs, "inp")
-        y: Any = first_of(output)
-        if not (is_plain(x) and is_plain(y)):
-            return unreadable(x, y)
+        both = input_and_output(args, kwargs, "inp", output)
+        if isinstance(both, str):
+            return both
+        x, y = both
         if held(module, "tp_size") > 1:
             return "its experts are spread over tensor-parallel ranks"
         if splits_of(args, kwargs) is None:
