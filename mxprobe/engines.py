@@ -35,7 +35,7 @@ def held_weights(model: nn.Module) -> list[Row]:
 
     Also to be given to `LLM.apply_model`. Some rows of each weight are copied to the host, one weight after another.
     """
-    from mxprobe.agent.engines.fingerprints import engine_rows, features_of, not_comparable_row
+    from mxprobe.agent.engines.fingerprints import engine_rows, hashed_of, not_comparable_row
     from mxprobe.agent.engines.layouts import NotComparable, weights_of
 
     rows: list[Row] = []
@@ -43,9 +43,7 @@ def held_weights(model: nn.Module) -> list[Row]:
         if isinstance(each, NotComparable):
             rows.append(not_comparable_row(*each, step=0))
             continue
-        n_out, n_in = each.shape
-        columns = None if each.columns is None else each.columns(features_of(n_in, n_out, each.device))
-        rows += engine_rows(each, each.rows(features_of(n_out, n_in, each.device)), columns, step=0)
+        rows += engine_rows(each, *hashed_of(each), step=0)
     return rows
 
 

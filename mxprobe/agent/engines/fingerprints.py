@@ -58,6 +58,13 @@ def trainer_rows(
         yield _row(module, TRAIN, form, "", (out_features, weight.shape[1]), wanted[there], rounded, step)
 
 
+def hashed_of(weight: HeldWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Copies on its device for `engine_rows`: the rows that are hashed, and the columns where the layout has them."""
+    n_out, n_in = weight.shape
+    columns = None if weight.columns is None else weight.columns(features_of(n_in, n_out, weight.device))
+    return weight.rows(features_of(n_out, n_in, weight.device)), columns
+
+
 def engine_rows(weight: HeldWeight, values: torch.Tensor, columns: torch.Tensor | None, *, step: int) -> Iterator[Row]:
     """Of one weight that an engine holds: its rows `features_of` it and, as `transposed`, its columns."""
     n_out, n_in = weight.shape

@@ -16,7 +16,7 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from mxprobe.agent.engines.fingerprints import Row, engine_rows, features_of, not_comparable_row
+from mxprobe.agent.engines.fingerprints import Row, engine_rows, hashed_of, not_comparable_row
 from mxprobe.agent.engines.layouts import HeldWeight, NotComparable, weights_of
 from mxprobe.agent.guard import Guard, undisturbed
 from mxprobe.agent.snapshot import event_now
@@ -115,11 +115,9 @@ class WeightSync:
             if isinstance(each, NotComparable):
                 left_out.append(each)
                 continue
-            n_out, n_in = each.shape
             device = each.device
             with undisturbed(device.type):
-                columns = None if each.columns is None else each.columns(features_of(n_in, n_out, device))
-                taken.append((each, each.rows(features_of(n_out, n_in, device)), columns))
+                taken.append((each, *hashed_of(each)))
             n_bytes += sum(x.numel() * x.element_size() for x in taken[-1][1:] if isinstance(x, torch.Tensor))
         if is_over:
             self._turn = 0
