@@ -123,6 +123,18 @@ class DeviceMemory:
 
         return release
 
+    def held_for(self, copies: Any, job: Callable[[], None]) -> Callable[[], None]:
+        """A job of the worker's that needs the copies, which are let go once it is over, or has failed."""
+        release = self.hold(copies)
+
+        def held() -> None:
+            try:
+                job()
+            finally:
+                release()
+
+        return held
+
     def _note(self) -> None:
         now = self._of_step + self._others
         self.peak, self._step_peak = max(self.peak, now), max(self._step_peak, now)
@@ -130,14 +142,6 @@ class DeviceMemory:
     def words(self) -> str:
         limit = f", limit {megabytes(self.limit)}" if self.limit else ", no limit"
         return f"copies of {megabytes(self.peak)} at once at most, in memory of {self.device}{limit}"
-
-
-def let_go_after(job: Callable[[], None], release: Release) -> None:
-    """Do a job of the worker's with copies that are not needed any more once it is over, or has failed."""
-    try:
-        job()
-    finally:
-        release()
 
 
 def megabytes(n_bytes: int) -> str:

@@ -48,7 +48,7 @@ from mxprobe.agent.inventory import (
 )
 from mxprobe.agent.inventory import misfits as find_misfits
 from mxprobe.agent.ledger import Ledger
-from mxprobe.agent.memory import DeviceMemory, let_go_after
+from mxprobe.agent.memory import DeviceMemory
 from mxprobe.agent.milestones import Milestones
 from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.moe.numbers import first_experts
@@ -179,7 +179,10 @@ class Session:
     def _is_model_gone(self) -> bool:
         """The process has dropped model and optimizer, to build others; what we hold of them keeps memory from it."""
         optimizer = self._optimizer() if self._optimizer is not None else None
-        return optimizer is None and all(reference() is None for reference in self._roots)
+        return optimizer is None and not self._live_roots()
+
+    def _live_roots(self) -> list[nn.Module]:
+        return [root for reference in self._roots if (root := reference()) is not None]
 
     def _listen(self) -> None:
         """A process that logs and runs no model: its signals alone, until it takes a step after all."""
@@ -443,14 +446,12 @@ class Session:
         self._milestones.finish(self._optimizer() if self._optimizer is not None else None)
         measured = self._tokens.finish()
         if measured is not None:
-            release = self._memory.hold(measured)
-            self.worker.put(lambda: let_go_after(lambda: ledger.record_rollouts(measured, self._tokens.tell), release))
+            tell = self._tokens.tell
+            self.worker.put(self._memory.held_for(measured, lambda: ledger.record_rollouts(measured, tell)))
         if self.role == "rollout" and (self._sync.is_due or clock.probed):
-            roots = [root for reference in self._roots if (root := reference()) is not None]
-            held = self._sync.take(roots, self._memory.reserve)
+            held = self._sync.take(self._live_roots(), self._memory.reserve)
             if held is not None:
-                let_go = self._memory.hold(held)
-                self.worker.put(lambda: let_go_after(lambda: ledger.record_held(held, step), let_go))
+                self.worker.put(self._memory.held_for(held, lambda: ledger.record_held(held, step)))
         weights = self._norms.finish()
         if weights is not None:
             self.worker.put(lambda: ledger.record_norms(weights, step))
@@ -461,8 +462,7 @@ class Session:
             self.worker.put(lambda: ledger.record_replay(replayed))
         clock.next()
         if self.role == "trainer":
-            roots = [root for reference in self._roots if (root := reference()) is not None]
-            self._switch.at_boundary(roots, self.worker.step_base + self.n_steps)
+            self._switch.at_boundary(self._live_roots(), self.worker.step_base + self.n_steps)
         if self.detach_asked:
             self._remove(self.detach_asked)
         else:
@@ -486,8 +486,7 @@ class Session:
             routers = {name: p.module for name, p in probes.items() if is_router(p.module)}
             copies = copy_versions(clock.step, {**self._linears(), **routers})
             copies += copy_expert_versions(clock.step, (p for p in probes.values() if isinstance(p, ExpertsProbe)))
-            let_go = self._memory.hold(copies)
-            self.worker.put(lambda: let_go_after(lambda: self.worker.keep_versions(copies), let_go))
+            self.worker.put(self._memory.held_for(copies, lambda: self.worker.keep_versions(copies)))
         affordable = self._budget.affords_probe()
         if not affordable and self._schedule.is_due(clock.step):
             self._budget.put_off()
