@@ -16,7 +16,7 @@ import pandas as pd
 from mxprobe.schema import Phase
 
 from .replays import PLAIN, ratio_of
-from .rollouts import of_one_source
+from .rollouts import all_tokens
 
 MOST = 0.5
 """Part of the Linears reproduced exactly that must round as the arm does."""
@@ -39,8 +39,7 @@ class ExplainedMismatch:
 
 
 def explained_mismatch(rollouts: pd.DataFrame, replays: pd.DataFrame, outputs: pd.DataFrame) -> ExplainedMismatch:
-    rows = of_one_source(rollouts)
-    rows = rows[(rows["stratum"].astype(str) == "all").to_numpy()]
+    rows = all_tokens(rollouts)
     plain = replays[(replays["arm"].astype(str) == PLAIN).to_numpy()]
     both = pd.concat(
         (_mean(rows, "sum_d2").rename("observed"), _mean(plain, "sum_log_prob_shift2").rename("replayed")), axis=1

@@ -39,7 +39,7 @@ import pandas as pd
 
 from mxprobe.schema import CODE_BINS, Role
 
-from .rollouts import of_one_source
+from .rollouts import all_tokens
 
 N_VALUES = 15
 MIN_DRIFT_STEPS = 8
@@ -144,8 +144,7 @@ def basin_cosines(replay_gradients: pd.DataFrame) -> pd.DataFrame:
 def relative_drift(rollouts: pd.DataFrame) -> tuple[float, float]:
     """(X, Y): mean |p_rollout - p_train| per token in the first and in the last quarter of the steps of a `rollouts`
     frame, all tokens of one source; NaN with fewer than `MIN_DRIFT_STEPS` steps."""
-    rows = of_one_source(rollouts)
-    rows = rows[(rows["stratum"].astype(str) == "all").to_numpy()]
+    rows = all_tokens(rollouts)
     steps = rows.groupby("step", sort=True)[["sum_abs_dp", "n_tokens"]].sum()
     steps = steps[steps["n_tokens"] > 0]
     if len(steps) < MIN_DRIFT_STEPS:

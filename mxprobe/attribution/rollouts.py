@@ -164,11 +164,16 @@ def of_one_source(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[source == (GENERATION if tokens.get(GENERATION, 0) > 0 else str(tokens.idxmax()))]
 
 
+def all_tokens(rollouts: pd.DataFrame) -> pd.DataFrame:
+    """Rows over all tokens, of one source."""
+    rows = of_one_source(rollouts)
+    return rows[(rows["stratum"].astype(str) == "all").to_numpy()]
+
+
 def log_probs_of(rows: pd.DataFrame, steps: Steps, last: Steps, n_clusters: int) -> LogProbs | None:
     """Sums per cluster, each step in the one that its window `steps` to `last` is in; None where there is none."""
     window = window_of(rows["step"].to_numpy(dtype=np.int64), steps, last)  # `rollouts` is never thinned
-    rows = of_one_source(rows.assign(window=window)[window >= 0])
-    rows = rows[rows["stratum"] == "all"]
+    rows = all_tokens(rows.assign(window=window)[window >= 0])
     if rows.empty:
         return None
     cluster = rows["window"].to_numpy() * n_clusters // max(steps.size, 1)

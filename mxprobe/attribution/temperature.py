@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from .replays import ratio_of
-from .rollouts import of_one_source
+from .rollouts import all_tokens
 
 MAX_OFF = 4.0
 _SUMS = ["n_tokens", "sum_u", "sum_u2", "sum_u_d"]
@@ -51,8 +51,7 @@ class EffectiveTemperature:
 
 def effective_temperature(rollouts: pd.DataFrame) -> EffectiveTemperature:
     """Of all tokens of a `rollouts` frame, stratum `all`, of one source."""
-    rows = of_one_source(rollouts)
-    rows = rows[(rows["stratum"].astype(str) == "all").to_numpy()]
+    rows = all_tokens(rollouts)
     steps = rows.groupby("step")[_SUMS].sum(min_count=1)
     steps = steps[steps["n_tokens"] > 0]
     n_tokens = int(steps["n_tokens"].sum())
