@@ -70,7 +70,14 @@ class PlantedOps:
     # Called by the operators, in the threads that run the graphs.
 
     def on_operands(self, x: torch.Tensor, w: torch.Tensor, ticket: torch.Tensor) -> None:
-        self._guarded("planted operator", lambda: self._on_operands(x, w, ticket))
+        if os.getpid() != self._pid:
+            return
+        started = time.perf_counter_ns()
+        try:
+            self._on_operands(x, w, ticket)
+        except Exception as error:
+            self._guard.swallow("planted operator", error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
 
     def on_gradient(self, g: torch.Tensor, ticket: torch.Tensor) -> None:
         _, receive = self._waiting.pop(ticket.data_ptr(), (None, None))
@@ -94,16 +101,6 @@ class PlantedOps:
             self._by_address = _addresses(self._probes)
             probe = self._by_address.get(address)
         return probe
-
-    def _guarded(self, where: str, act: Callable[[], None]) -> None:
-        if os.getpid() != self._pid:
-            return
-        started = time.perf_counter_ns()
-        try:
-            act()
-        except Exception as error:
-            self._guard.swallow(where, error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
 
 
 def _addresses(probes: list[ModuleProbe]) -> dict[int, ModuleProbe]:
