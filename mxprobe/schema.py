@@ -324,10 +324,12 @@ TABLES: dict[str, Columns] = {
         ("time_ns", "int64"),
         ("module", "dict"),  # the trainer's name
         ("phase", "dict"),  # train, rollout
-        ("form", "dict"),  # train: bf16, mxfp4+<rule>; rollout: held, transposed, not comparable
-        ("layout", "dict"),  # of an engine: how it stores the weight, or why it cannot be compared
-        ("shape", "list<int64>"),  # of the whole weight
-        ("features", "list<int64>"),  # rows that are hashed
+        ("form", "dict"),  # train: bf16, mxfp4+<rule>[ of bf16]; rollout: held, transposed, not comparable
+        # of an engine: how it stores the weight, or why it cannot be compared; of a trainer's fused experts: what is
+        # taken for granted of how they are stored, "" where that is known
+        ("layout", "dict"),
+        ("shape", "list<int64>"),  # of the whole weight; [experts of this rank, O, K] of a trainer's fused experts
+        ("features", "list<int64>"),  # rows that are hashed; of fused experts row o of expert e as e O + o
         ("hashes", "list<int64>"),
     ),
     # What the error of one operand does to the weight gradients of the whole model, wherever it travels: see

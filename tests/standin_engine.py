@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -167,15 +168,43 @@ class GptOssMxfp4MoEMethod(Mxfp4MoEMethod):
         return w13[:, ::2], w13[:, 1::2]
 
 
+@pretend("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+class UnquantizedFusedMoEMethod:
+    """vllm 0.33.0: as loaded for the Triton kernels."""
+
+    unquantized_backend = "TRITON"
+
+    def loaded(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.cat([gate, up])
+
+
 class RoutedExperts(nn.Module):
-    """vllm 0.33.0, vllm/model_executor/layers/fused_moe/routed_experts.py: packed experts and their `quant_method`."""
+    """vllm 0.33.0, vllm/model_executor/layers/fused_moe/routed_experts.py: experts, packed or not, `quant_method`."""
 
     def __init__(self, experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], method: Any) -> None:
         """(gate, up [F, H], down [H, F]) of each expert."""
         super().__init__()
         self.quant_method = method
-        w13 = [pack_mxfp4(method.loaded(gate, up)) for gate, up, _ in experts]
-        w2 = [pack_mxfp4(down) for _, _, down in experts]
-        for name, packed in (("w13_weight", w13), ("w2_weight", w2)):
-            for suffix, each in (("", 0), ("_scale", 1)):
-                setattr(self, name + suffix, nn.Parameter(torch.stack([p[each] for p in packed]), False))
+        w13 = [method.loaded(gate, up) for gate, up, _ in experts]
+        w2 = [down for _, _, down in experts]
+        for name, each in (("w13_weight", w13), ("w2_weight", w2)):
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                setattr(self, name, nn.Parameter(torch.stack(each), False))
+                continue
+            packed = [pack_mxfp4(w) for w in each]
+            for suffix, i in (("", 0), ("_scale", 1)):
+                setattr(self, name + suffix, nn.Parameter(torch.stack([p[i] for p in packed]), False))
+
+    def spread(self, ep_rank: int, ep_size: int, *, round_robin: bool = False, enable_eplb: bool = False) -> None:
+        """Keep one rank's experts, as vllm/.../fused_moe/expert_map_manager.py places and numbers them."""
+        n = len(next(self.parameters()))
+        own = range(ep_rank, n, ep_size) if round_robin else range(ep_rank * n // ep_size, (ep_rank + 1) * n // ep_size)
+        for name, p in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(p.data[list(own)], False))
+        parallel = SimpleNamespace(tp_size=1, ep_size=ep_size, ep_rank=ep_rank, enable_eplb=enable_eplb)
+        self.moe_config = SimpleNamespace(moe_parallel_config=parallel)
+        self.global_num_experts, self.local_num_experts = n, len(own)
+        expert_map = torch.full((n,), -1, dtype=torch.int32)
+        expert_map[list(own)] = torch.arange(len(own), dtype=torch.int32)
+        self.register_buffer("_expert_map", expert_map, persistent=False)
+        self.expert_map_manager = SimpleNamespace(_expert_map_cpu=expert_map)

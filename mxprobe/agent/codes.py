@@ -9,13 +9,14 @@ for ever the first one seen: a rollout whose weights were never refreshed since 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import mxprobe_kernels
+from mxprobe.agent.engines.stacks import HashedStack
 from mxprobe.agent.guard import undisturbed
 from mxprobe.agent.noise import Change, NoiseState, change
 from mxprobe.agent.recipes import EXACT_FRAC, NONE, RULES, Call, Recipe, candidates, orders, quantize
@@ -55,6 +56,8 @@ class Copies(NamedTuple):
     """CUDA event after which they hold their values; None on the CPU."""
     out_features: Mapping[str, int] = {}
     """Of the whole weights, by module, where their rows are to be hashed."""
+    stacks: Sequence[HashedStack] = ()
+    """Rows of fused experts, to be hashed and not kept."""
 
 
 class Finding(NamedTuple):

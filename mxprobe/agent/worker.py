@@ -178,6 +178,10 @@ class Worker:
             work()
             stream.synchronize()  # before the copies are freed for the run's stream to reuse
 
+    def stream_of(self, device: torch.device) -> Any:
+        """On which this thread computes there; None where it has not yet, and on a CPU."""
+        return self._streams.get(device)
+
     def keep_versions(self, copies: list[Copies]) -> None:
         """Add the weights of a step to the history; a job."""
         for each in copies:
@@ -197,6 +201,10 @@ class Worker:
             if len(newest) == 3 and due and not self._stopping:
                 self._updates_due[name] = version.step + UPDATES_EVERY
                 self._recorder.add("updates", self._update(name, *newest))
+        for stack in copies.stacks:
+            if not self._generates and not self._stopping:
+                for row in stack.table_rows(self.step_base):
+                    self._recorder.add(forms.TABLE, row)
 
     def _hash(self, name: str, version: Version, out_features: int) -> None:
         """For engines elsewhere; a process that generates is asked by its outputs, see `WeightHistory`."""

@@ -1,12 +1,14 @@
 """Which of the trainer's weights does an engine hold? From table `weight_codes` of both traces.
 
 An engine's rows of a module are set against every version of the trainer's that was hashed, in every form: as it is and
-rounded by each rule. All rows alike: the engine holds that version. The last rows of each module count, those of each
-worker of the engine for themselves.
+rounded by each rule. All rows alike: the engine holds that version. Of each module the newest rows count that were
+taken while the trainer's versions were kept step by step, or else the newest; those of each worker of the engine for
+themselves.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +20,15 @@ from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 
 from .pitfalls import PITFALLS, Finding
+from .versions import Version, Versions
 
 CURRENT, BEHIND, TURNED, FLIPPED, UNKNOWN = "current", "behind", "transposed", "flipped", "unknown"
 BETWEEN = "between"
 MOSTLY = 0.5
 """Share of a version's rows that must be alike for the others to be called flipped."""
 
-_Versions = dict[str, list[tuple[int, int, str, dict[int, int]]]]
-"""Module -> (step, time_ns, form, feature -> hash) of the trainer."""
-_Shapes = dict[str, tuple[int, ...]]
+_Forms = dict[str, dict[Any, Any]]
+"""Form -> row of an engine's table, of one module at one step."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,51 @@ class HeldVersion:
 
 def held_versions(trainer: Trace, rollout: Trace) -> tuple[HeldVersion, ...]:
     """Of every module that the engine's trace has rows of."""
-    of_trainer = trainer.table(TABLE)
-    versions, shapes = _versions(of_trainer), _shapes(of_trainer)
+    versions = Versions(trainer.table(TABLE))
     rows = rollout.table(TABLE)
     rows = rows[rows["phase"].astype(str) == Phase.ROLLOUT.value]
-    judged: dict[str, list[tuple[int, HeldVersion]]] = {}
+    read: dict[str, list[tuple[int, dict[str, HeldVersion]]]] = {}
     for rank in sorted(rows["rank"].unique().tolist()):
         for module, group in rows[rows["rank"] == rank].groupby("module", observed=True, sort=False):
             name = str(module)
-            found = _judge(name, _last(group), versions.get(name, []), shapes.get(name))
-            judged.setdefault(name, []).append((rank, found))
-    return tuple(_not_kept([each for workers in judged.values() for each in _by_worker(workers)]))
+            forms = _newest(group, versions)
+            read.setdefault(name, []).append((rank, _by_reading(name, forms, versions.of(name))))
+    agreed = _agreed(each for workers in read.values() for _, each in workers)
+    judged = [
+        each
+        for name, workers in read.items()
+        for each in _by_worker([(rank, _chosen(name, found, agreed)) for rank, found in workers])
+    ]
+    return tuple(_not_kept(judged, has_gaps=versions.has_gaps))
+
+
+def _by_reading(module: str, forms: _Forms, versions: list[Version]) -> dict[str, HeldVersion]:
+    """What is held if the trainer's experts are stored so, for every way in which they may be."""
+    readings = dict.fromkeys(each.reading for each in versions)
+    found = {
+        reading: _judge(module, forms, [each for each in versions if each.reading == reading]) for reading in readings
+    }
+    comparable = {reading: each for reading, each in found.items() if each.state != NOT_COMPARABLE}
+    return comparable or dict(list(found.items())[:1]) or {"": _judge(module, forms, [])}
+
+
+def _agreed(found: Iterator[dict[str, HeldVersion]]) -> Counter[str]:
+    """Reading -> weights that it finds a version of, of those that can be read in several ways."""
+    return Counter(
+        reading for each in found if len(each) > 1 for reading, held in each.items() if held.state in (CURRENT, BEHIND)
+    )
+
+
+def _chosen(module: str, found: dict[str, HeldVersion], agreed: Counter[str]) -> HeldVersion:
+    if len(found) == 1:
+        return next(iter(found.values()))
+    best, *others = sorted(found, key=lambda reading: -agreed[reading])
+    if agreed[best] == agreed[others[0]]:
+        ways = " or ".join(found)
+        detail = f"cannot compare: the trainer's trace does not tell whether its experts are stored {ways}"
+        return HeldVersion(module, NOT_COMPARABLE, f"{detail}, and what the engine holds agrees with neither")
+    held = found[best]
+    return replace(held, detail=f"{held.detail}; read as stored {best}, with which {agreed[best]} weights agree")
 
 
 def _by_worker(workers: list[tuple[int, HeldVersion]]) -> Iterator[HeldVersion]:
@@ -66,12 +102,16 @@ def _by_worker(workers: list[tuple[int, HeldVersion]]) -> Iterator[HeldVersion]:
         yield replace(each, module=f"{each.module} (rank {rank})")
 
 
-def _not_kept(judged: list[HeldVersion]) -> Iterator[HeldVersion]:
-    """Where few modules hold a version that was kept, the others are not torn but of a version in between."""
+def _not_kept(judged: list[HeldVersion], *, has_gaps: bool) -> Iterator[HeldVersion]:
+    """Where few modules hold a version that was kept, the others are not torn but of a version in between.
+
+    Nor are they unknown, where the trainer has steps whose weights were not kept.
+    """
     n_exact = sum(each.state in (CURRENT, BEHIND) for each in judged)
-    n_flipped = sum(each.state == FLIPPED for each in judged)
+    between = {FLIPPED, UNKNOWN} if has_gaps else {FLIPPED}
+    n_between = sum(each.state in between for each in judged)
     for each in judged:
-        if each.state == FLIPPED and n_flipped > n_exact:
+        if each.state in between and n_between > n_exact:
             yield replace(each, state=BETWEEN, detail=f"holds a version between those kept: {each.detail}")
         else:
             yield each
@@ -100,64 +140,50 @@ _PITFALLS = {
 _MAX_NAMED = 3
 
 
-def _versions(rows: pd.DataFrame) -> _Versions:
-    found: _Versions = {}
-    for row in rows[rows["phase"].astype(str) == Phase.TRAIN.value].to_dict("records"):
-        hashes = dict(zip(row["features"], row["hashes"], strict=True))
-        version = int(row["step"]), int(row["time_ns"]), str(row["form"]), hashes
-        found.setdefault(str(row["module"]), []).append(version)
-    return found
-
-
-def _shapes(rows: pd.DataFrame) -> _Shapes:
-    rows = rows[rows["phase"].astype(str) == Phase.TRAIN.value].drop_duplicates("module")
-    return {str(module): tuple(map(int, shape)) for module, shape in zip(rows["module"], rows["shape"], strict=True)}
-
-
-def _last(group: pd.DataFrame) -> dict[str, dict[Any, Any]]:
-    """Form -> its row, of the newest step of the module."""
-    newest = group[group["step"] == group["step"].max()]
+def _newest(group: pd.DataFrame, versions: Versions) -> _Forms:
+    """The rows of one module to be judged."""
+    began: dict[Any, Any] = group.groupby("step")["time_ns"].min().to_dict()
+    kept = [step for step, time_ns in began.items() if versions.is_dense_at(time_ns)]
+    newest = group[group["step"] == max(kept or began)]
     return {str(row["form"]): row for row in newest.to_dict("records")}
 
 
-def _judge(
-    module: str, forms: dict[str, dict[Any, Any]], versions: list[Any], shape: tuple[int, ...] | None
-) -> HeldVersion:
+def _judge(module: str, forms: _Forms, versions: list[Version]) -> HeldVersion:
     if NOT_COMPARABLE in forms:
         return HeldVersion(module, NOT_COMPARABLE, f"cannot compare: {forms[NOT_COMPARABLE]['layout']}")
     if not versions:
         return HeldVersion(module, NOT_COMPARABLE, "cannot compare: the trainer's trace has no such weight")
     held = forms[AS_HELD]
     stored = [tuple(map(int, row["shape"])) for row in forms.values()]  # as it is, and turned
-    if shape not in stored:
-        detail = (
-            f"cannot compare: stored as {list(stored[0])}, padded perhaps, where the trainer has {list(shape or ())}"
-        )
+    if versions[0].shape not in stored:
+        shape = list(versions[0].shape)
+        detail = f"cannot compare: stored as {list(stored[0])}, padded perhaps, where the trainer has {shape}"
         return HeldVersion(module, NOT_COMPARABLE, detail)
-    matches = list(_matches(held, versions))
-    now = max((step for step, time_ns, _, _ in versions if time_ns <= held["time_ns"]), default=versions[0][0])
-    whole = [match for match in matches if match[0] == 1.0]
-    if whole:
-        _, step, form = max(whole, key=lambda match: (match[1] <= now, match[1]))
-        lag = max(now - step, 0)
-        rounded = "" if form == "bf16" else f", rounded as {form.replace('+', ' ')}"
-        where = f"the trainer's weights of step {step}{rounded}"
-        return HeldVersion(module, BEHIND if lag else CURRENT, f"holds {where}" + f", {lag} behind" * (lag > 0), lag)
+    now = max((each.step for each in versions if each.time_ns <= held["time_ns"]), default=versions[-1].step)
+    share, best = 0.0, versions[0]
+    for version, alike in _matches(held, versions, now):
+        if alike == 1.0:
+            lag = max(now - version.step, 0)
+            rounded = "" if version.form == "bf16" else f", rounded as {version.form.replace('+', ' ')}"
+            where = f"the trainer's weights of step {version.step}{rounded}"
+            words = f"holds {where}" + f", {lag} behind" * (lag > 0)
+            return HeldVersion(module, BEHIND if lag else CURRENT, words, lag)
+        if alike > share:
+            share, best = alike, version
     turned = forms.get(TRANSPOSED)
-    if turned is not None and any(share == 1.0 for share, _, _ in _matches(turned, versions)):
+    if turned is not None and any(alike == 1.0 for _, alike in _matches(turned, versions, now)):
         return HeldVersion(module, TURNED, "holds the transpose of the trainer's weights")
-    share, step, form = max(matches, default=(0.0, 0, ""))
     if share >= MOSTLY:
         n = len(held["hashes"])
-        detail = f"{n - round(share * n)} of {n} rows differ from the trainer's weights of step {step} ({form})"
-        return HeldVersion(module, FLIPPED, detail)
+        detail = f"{n - round(share * n)} of {n} rows differ from the trainer's weights of step {best.step}"
+        return HeldVersion(module, FLIPPED, f"{detail} ({best.form})")
     return HeldVersion(module, UNKNOWN, "holds none of the versions that the trainer's trace has")
 
 
-def _matches(held: dict[Any, Any], versions: list[Any]) -> Iterator[tuple[float, int, str]]:
-    """(share of rows alike, step, form), of versions with rows in common."""
-    rows = dict(zip(held["features"], held["hashes"], strict=True))
-    for step, _, form, hashes in versions:
-        common = rows.keys() & hashes.keys()
-        if common:
-            yield sum(rows[feature] == hashes[feature] for feature in common) / len(common), step, form
+def _matches(held: dict[Any, Any], versions: list[Version], now: int) -> Iterator[tuple[Version, float]]:
+    """Versions with rows in common and the share of these that are alike: the newest until `now`, then those after."""
+    rows = {int(feature): int(digest) for feature, digest in zip(held["features"], held["hashes"], strict=True)}
+    for version in sorted(versions, key=lambda each: (each.step > now, -each.step)):
+        share = version.agrees(rows)
+        if share is not None:
+            yield version, share

@@ -4,7 +4,8 @@
     hash           of the row's values in bfloat16, blake2b, 8 bytes
 
 The trainer hashes its rows as they are and rounded by each rule that an engine may round them by (`form`), for every
-version that the agent keeps. The engine hashes the rows it holds, decoded, and its columns as if they were rows
+version that the agent keeps; of fused experts fewer rows, all experts' in one row of the table, row o of expert e as
+feature e O + o. The engine hashes the rows it holds, decoded, and its columns as if they were rows
 (`transposed`). Equal hashes of all rows are equal weights, whatever the layout.
 """
 
@@ -13,12 +14,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mxprobe.agent.engines.forms import AS_HELD, BF16, NOT_COMPARABLE, ROLLOUT, ROUNDED, TRAIN, TRANSPOSED
+from mxprobe.agent.engines.forms import AS_HELD, BF16, NOT_COMPARABLE, OF_BF16, ROLLOUT, ROUNDED, TRAIN, TRANSPOSED
 from mxprobe.agent.engines.layouts import HeldWeight
 from mxprobe.agent.recipes import quantize
 from mxprobe.agent.sampling import spread
@@ -53,9 +54,25 @@ def trainer_rows(
     at = torch.searchsorted(index, wanted).clamp(max=max(len(index) - 1, 0))
     there = index[at] == wanted
     values = weight[at[there].to(weight.device)]
-    for form in (BF16, *ROUNDED):
-        rounded = values if form == BF16 else quantize(values.float(), form)
-        yield _row(module, TRAIN, form, "", (out_features, weight.shape[1]), wanted[there], rounded, step)
+    shape = out_features, weight.shape[1]
+    yield from version_rows(module, "", shape, wanted[there].tolist(), values, step=step)
+
+
+def version_rows(
+    module: str, reading: str, shape: Sequence[int], features: list[int], values: torch.Tensor, *, step: int
+) -> Iterator[Row]:
+    """Of one version of W [O, K], or of all experts' [E, O, K]: `values` [n, K] are its rows `features`.
+
+    `reading`: what is taken for granted of how experts are stored; see `mxprobe.agent.engines.parts`.
+    """
+    yield _row(module, TRAIN, BF16, reading, shape, features, row_hashes(values), step)
+    for form in ROUNDED:
+        hashes = row_hashes(quantize(values.float(), form))
+        yield _row(module, TRAIN, form, reading, shape, features, hashes, step)
+        if values.dtype is torch.float32:
+            sent = row_hashes(quantize(values.to(torch.bfloat16).float(), form))
+            if sent != hashes:
+                yield _row(module, TRAIN, form + OF_BF16, reading, shape, features, sent, step)
 
 
 def hashed_of(weight: HeldWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -68,15 +85,23 @@ def hashed_of(weight: HeldWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
 def engine_rows(weight: HeldWeight, values: torch.Tensor, columns: torch.Tensor | None, *, step: int) -> Iterator[Row]:
     """Of one weight that an engine holds: its rows `features_of` it and, as `transposed`, its columns."""
     n_out, n_in = weight.shape
-    yield _row(weight.module, ROLLOUT, AS_HELD, weight.layout, weight.shape, features_of(n_out, n_in), values, step)
+    yield _row(
+        weight.module,
+        ROLLOUT,
+        AS_HELD,
+        weight.layout,
+        weight.shape,
+        features_of(n_out, n_in).tolist(),
+        row_hashes(values),
+        step,
+    )
     if columns is not None:
-        turned = features_of(n_in, n_out)
-        yield _row(weight.module, ROLLOUT, TRANSPOSED, weight.layout, (n_in, n_out), turned, columns, step)
+        features, turned = features_of(n_in, n_out).tolist(), (n_in, n_out)
+        yield _row(weight.module, ROLLOUT, TRANSPOSED, weight.layout, turned, features, row_hashes(columns), step)
 
 
 def not_comparable_row(module: str, why: str, *, step: int) -> Row:
-    empty = torch.zeros(0, dtype=torch.long)
-    return _row(module, ROLLOUT, NOT_COMPARABLE, why, (0, 0), empty, torch.zeros(0, 1), step)
+    return _row(module, ROLLOUT, NOT_COMPARABLE, why, (0, 0), [], [], step)
 
 
 def _row(
@@ -84,9 +109,9 @@ def _row(
     phase: str,
     form: str,
     layout: str,
-    shape: tuple[int, int],
-    features: torch.Tensor,
-    values: torch.Tensor,
+    shape: Sequence[int],
+    features: list[int],
+    hashes: list[int],
     step: int,
 ) -> Row:
     return {
@@ -97,6 +122,6 @@ def _row(
         "form": form,
         "layout": layout,
         "shape": list(shape),
-        "features": features.tolist(),
-        "hashes": row_hashes(values),
+        "features": features,
+        "hashes": hashes,
     }

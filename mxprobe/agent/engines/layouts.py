@@ -10,10 +10,13 @@
 | experts      | `w13_weight` [E, 2 F, H], `w2_weight` [E, H, F]      | `FusedMoE`: gate over up in w13           |
 | experts,     | the same as uint8 [E, 2 F, H/2], [E, H, F/2], with   | vLLM 0.33.0, SGLang 0.5.23: by            |
 | packed       | `w13_weight_scale`, `w2_weight_scale`                | `quant_method`, see `shuffles`            |
+| experts, as  | `gate_up_proj`, `down_proj`, either way              | transformers 5.24 that serves, see        |
+| a trainer's  |                                                      | `parts`                                   |
 
 Several weights are one above the other where `output_sizes` says so (SGLang 0.5.23, vLLM): `qkv_proj`, `gate_up_proj`.
-Of anything else (Marlin permutes codes, a rank of several holds a shard) it is said that it cannot be compared: a hash
-of the wrong bytes is a false alarm.
+Experts of one rank of several are numbered by vLLM's `_expert_map` (number in the whole model -> its own, or -1), of
+which `expert_map_manager` has a copy on the host. Of anything else (Marlin permutes codes, a rank of several holds a
+shard) it is said that it cannot be compared: a hash of the wrong bytes is a false alarm.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent.adapters.adapter import held
+from mxprobe.agent.engines.parts import CERTAIN, Part, parts_of
 from mxprobe.agent.engines.shuffles import (
     AS_LOADED,
     Shuffle,
@@ -33,6 +37,7 @@ from mxprobe.agent.engines.shuffles import (
     scales_at,
     scales_needed,
 )
+from mxprobe.agent.guard import is_plain
 from mxprobe_kernels.formats import E2M1_GRID
 
 FUSED: dict[str, tuple[str, ...]] = {
@@ -47,6 +52,7 @@ EXPERTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 BLOCK = 32
 PLAIN, PACKED, STACKED = "plain", "mxfp4 packed", "experts"
+TURNED = "stored [in, out]"
 
 
 class HeldWeight(NamedTuple):
@@ -76,26 +82,53 @@ def weights_of(root: nn.Module) -> Iterator[HeldWeight | NotComparable]:
         parameters = {n: p for n, p in vars(module)["_parameters"].items() if p is not None and p.dim() >= 2}
         if not parameters or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
+        numbers = _numbers(module)
         n_ranks = max(_ranks(module))
         if n_ranks > 1:
             yield NotComparable(name, f"a shard of {n_ranks}")
+        elif isinstance(numbers, str):
+            yield NotComparable(name, numbers)
         elif "w13_weight" in parameters:
-            yield from _experts(name.removesuffix(".routed_experts"), module, parameters)
+            yield from _experts(name.removesuffix(".routed_experts"), module, parameters, numbers)
         elif "weight_packed" in parameters or parameters.get("weight") is not None:
             yield from _fused(name, module, _packed(module, parameters) or _plain(parameters["weight"]))
+        elif parts := parts_of(module):
+            yield from _as_trained(name, parameters, parts)
         else:
             yield NotComparable(name, f"unknown layout: {', '.join(sorted(parameters))}")
 
 
-_RANKS = ("tp_size", "moe_tp_size", "moe_ep_size")  # SGLang 0.5.23; vLLM 0.33.0 has the first, and the last two inside
+_RANKS = ("tp_size", "moe_tp_size", "moe_ep_size")  # SGLang 0.5.23; vLLM 0.33.0 has the first
 
 
 def _ranks(module: nn.Module) -> Iterator[int]:
-    """Over how many ranks a layer's weights are spread, each way."""
-    of_experts = getattr(held(module, "moe_config"), "moe_parallel_config", None)
-    sizes = [held(module, name, 1) for name in _RANKS]
-    sizes += [getattr(of_experts, name, 1) for name in ("tp_size", "ep_size")]
+    """Over how many ranks a layer's weights are spread, each way; vLLM's experts apart, which are numbered."""
+    sizes = [held(module, name, 1) for name in _RANKS] + [getattr(_parallel(module), "tp_size", 1)]
     yield from (size for size in sizes if isinstance(size, int))
+
+
+def _parallel(module: nn.Module) -> Any:
+    return getattr(held(module, "moe_config"), "moe_parallel_config", None)
+
+
+def _numbers(module: nn.Module) -> list[int] | str | None:
+    """Of one rank's experts in the whole model; None where it has them all, else why they are not known."""
+    parallel = _parallel(module)
+    n_ranks = getattr(parallel, "ep_size", 1)
+    if not isinstance(n_ranks, int) or n_ranks == 1:
+        return None
+    if getattr(parallel, "enable_eplb", False):
+        return f"experts of {n_ranks} ranks that are moved between them (EPLB)"
+    on_host = getattr(held(module, "expert_map_manager"), "_expert_map_cpu", None)
+    expert_map = on_host if isinstance(on_host, torch.Tensor) else held(module, "_expert_map")
+    if not isinstance(expert_map, torch.Tensor) or expert_map.device.type != "cpu":  # to read it there would wait
+        return f"experts of one of {n_ranks} ranks, without a map of their numbers on the host"
+    if expert_map.dim() != 1 or held(module, "global_num_experts", len(expert_map)) != len(expert_map):
+        return f"experts of one of {n_ranks} ranks, with others than the model's in the map of their numbers"
+    own = {local: number for number, local in enumerate(expert_map.tolist()) if local >= 0}
+    if sorted(own) != list(range(len(own))):
+        return f"experts of one of {n_ranks} ranks, whose numbers are not one to each"
+    return [own[local] for local in range(len(own))]
 
 
 class _Matrix(NamedTuple):
@@ -181,19 +214,42 @@ def _held(
     return HeldWeight(name, (size, matrix.n_in), matrix.layout, device, rows, columns if can_turn else None)
 
 
-def _experts(name: str, module: nn.Module, parameters: dict[str, Any]) -> Iterator[HeldWeight | NotComparable]:
+def _experts(
+    name: str, module: nn.Module, parameters: dict[str, Any], numbers: list[int] | None
+) -> Iterator[HeldWeight | NotComparable]:
     for parameter, parts in EXPERTS:
         found = _stack(module, parameter, parameters)
         if isinstance(found, str):
             yield NotComparable(name, found)
             continue
         matrices, shuffle = found
+        if numbers is not None and len(numbers) != len(matrices):
+            yield NotComparable(name, f"{len(matrices)} experts, where the map of their numbers has {len(numbers)}")
+            continue
         size = matrices[0].stored.shape[0] // len(parts)
-        for expert, matrix in enumerate(matrices):
+        for number, matrix in zip(numbers or range(len(matrices)), matrices):
             for i, part in enumerate(parts):
                 place = _placing(shuffle, i, size) if len(parts) > 1 else shuffle.w2
                 run = i * size if shuffle is AS_LOADED else None
-                yield _held(f"{name}.{expert}.{part}", matrix, size, place, run)
+                yield _held(f"{name}.{number}.{part}", matrix, size, place, run)
+
+
+def _as_trained(name: str, parameters: dict[str, Any], parts: list[Part]) -> Iterator[HeldWeight | NotComparable]:
+    """Experts of one parameter, as transformers serves what it trains."""
+    if any(part.reading != CERTAIN for part in parts):
+        readings = " or ".join(dict.fromkeys(part.reading for part in parts if part.reading != CERTAIN))
+        yield NotComparable(name, f"unknown layout: experts stored {readings}")
+        return
+    for part in parts:
+        stored = parameters[part.parameter]
+        if not is_plain(stored) or stored.element_size() < 2:
+            yield NotComparable(name, f"unknown layout: {part.parameter} is {_kind(stored)}")
+            continue
+        words = ", ".join((STACKED, TURNED)) if part.is_turned else STACKED
+        for expert, matrix in enumerate(stored.mT if part.is_turned else stored):
+            run = part.first if part.every == 1 else None
+            found = _Matrix(matrix, matrix.shape[1], words)
+            yield _held(f"{name}.{expert}.{part.name}", found, part.size, part.rows, run)
 
 
 def _placing(shuffle: Shuffle, part: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -100,7 +100,7 @@ class ExpertsProbe(ManyExpertsProbe):
         return not (in_backward() or self._train_seen or self._rollout_done)
 
     def _enter(self) -> None:
-        own = own_experts(expert_parameters(self.module).get(self.part), self._first_expert)
+        own = own_experts(expert_parameters(self.module).get(self.part), self.first_expert)
         if own is None:
             self.why_unread = "its weight is no plain tensor (sharded within experts, or quantized)"
             return

@@ -49,7 +49,7 @@ class GroupedProbe(ManyExpertsProbe):
         x, y = (t.reshape(-1, t.shape[-1]) for t in (reading.x, reading.y))
         with undisturbed(x.device.type):
             shape = weights[0].detach().expand(len(weights), *weights[0].shape)
-            layout = self._layout(shape, self._first_expert)
+            layout = self._layout(shape, self.first_expert)
             gemm = Gemm(
                 parameter=self.part,
                 expert=None,

@@ -1,6 +1,8 @@
-"""The weights of fused experts as of a step, for `updates`: do the optimizer's steps reach the quantized experts?
+"""The weights of fused experts as of a step.
 
-Watched are output features of every expert, evenly spaced over all of them: the rows of one matrix [F, K].
+For `updates` (do the optimizer's steps reach the quantized experts?) output features of every expert are watched,
+evenly spaced over all of them: the rows of one matrix [F, K]. For `weight_codes` (whose weights does an engine hold?)
+those of every expert are copied that an engine hashes too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from mxprobe.agent.codes import Copies, Version
+from mxprobe.agent.engines.stacks import HashedStack, copy_stacks
 from mxprobe.agent.guard import is_plain, undisturbed
 from mxprobe.agent.moe.capture import ExpertsProbe
 from mxprobe.agent.moe.structure import expert_parameters
@@ -24,17 +27,26 @@ WATCHED_TIMES = 4
 def copy_expert_versions(step: int, probes: Iterable[ExpertsProbe]) -> list[Copies]:
     """The current weights of the watched features; at a step boundary, in the training thread. No waiting.
 
-    Parameters whose layout no GEMM has shown yet are left out.
+    Parameters whose layout no GEMM has shown yet are left out of those for `updates`.
     """
     by_device: dict[torch.device, dict[str, Version]] = {}
+    stacks: dict[torch.device, list[HashedStack]] = {}
+    seen: set[int] = set()
     for probe in probes:
+        if id(probe.module) not in seen:
+            seen.add(id(probe.module))
+            for stack in copy_stacks(step, probe.name.removesuffix(f".{probe.part}"), probe.module, probe.first_expert):
+                stacks.setdefault(stack.values.device, []).append(stack)
         parameter = expert_parameters(probe.module).get(probe.part)
         if parameter is None or not is_plain(parameter) or probe.is_flipped is None:
             continue
         with undisturbed(parameter.device.type):
             watched = watched_features(parameter.mT if probe.is_flipped else parameter)
         by_device.setdefault(parameter.device, {})[probe.name] = Version(step, watched, None)
-    return [Copies(versions, device, event_now(device)) for device, versions in by_device.items()]
+    return [
+        Copies(by_device.get(device, {}), device, event_now(device), stacks=stacks.get(device, ()))
+        for device in {**by_device, **stacks}
+    ]
 
 
 def watched_features(weight: torch.Tensor) -> torch.Tensor:
