@@ -118,7 +118,7 @@ _ATTACH_KEYS = (
     _attach("layers", "list", _AGENT.layers, "globs over module names to probe"),
     _attach("rule", "str", _AGENT.rule, "scale rule errors are measured for", tuple(rule.value for rule in Rule)),
     _attach("max_overhead", "float", None, "share of the step time that the probe may cost; 0: no limit"),
-    _attach("max_gpu_memory", "int", _AGENT.max_gpu_memory, "bytes of the GPU that copies may take; 0: no limit"),
+    _attach("max_gpu_memory", "int", _AGENT.max_gpu_memory, "bytes of the GPU that the probe may take; 0: no limit"),
     _attach("step_timeout", "float", _AGENT.step_timeout_s, "seconds to wait for a first step"),
 )
 _CHECK_KEYS = (

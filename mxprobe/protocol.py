@@ -82,8 +82,8 @@ class AgentConfig:
     max_overhead: float = 0.0
     """Share of the step time that the probe may cost; probes are put off, then made smaller. 0: no limit."""
     max_gpu_memory: int = 256 << 20
-    """Bytes of the GPU that copies may take at once; fewer modules, rows and features are then measured at a time.
-    0: no limit."""
+    """Bytes of the GPU that copies and measuring them, or a replay, may take at once: fewer modules, rows and features
+    are then measured at a time, and replays that need more are skipped. 0: no limit."""
     eager_probe_steps: bool = False
     """Run the probed steps of a compiled model eagerly, so that hooks on its modules are called; not bit for bit."""
     record: bool = False

@@ -30,8 +30,9 @@ from mxprobe.agent.adapters.adapter import Reading
 from mxprobe.agent.adapters.placement import Placement
 from mxprobe.agent.adapters.table import adapter_of
 from mxprobe.agent.clock import Clock
+from mxprobe.agent.extent import Extent, element_bytes
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
-from mxprobe.agent.sampling import TILE, seed_of, take
+from mxprobe.agent.sampling import seed_of, take
 from mxprobe.agent.snapshot import Chosen, Snapshot, choose_rows, choose_tiles
 from mxprobe.agent.weights import WeightSample, sample_weight
 from mxprobe.schema import Phase
@@ -121,27 +122,26 @@ class ModuleProbe:
             handle.remove()
 
     @property
-    def sample_bytes(self) -> int:
-        """Upper bound of what one armed step copies of this module."""
+    def _extent(self) -> Extent:
         out_features, in_features = self._adapter.shape(self.module, self.part)
-        rows = 2 * self._max_rows * (in_features + 2 * out_features)
-        weight = min(out_features, self._max_features) * in_features
-        weight += min(in_features, self._max_features) * out_features
-        return (rows + 2 * weight) * self._element_bytes  # the weight with gradient and without
+        return Extent(out_features, in_features, element_bytes(self.module), self._max_rows, self._max_features)
 
     @property
-    def _element_bytes(self) -> int:
-        """Of X, Y, G and W: those of the module's parameters, where these are all of half precision."""
-        kinds = {p.dtype for p in self.module.parameters(recurse=False)}
-        return 2 if kinds and kinds <= {torch.bfloat16, torch.float16} else 8 if torch.float64 in kinds else 4
+    def sample_bytes(self) -> int:
+        """Upper bound of what one armed step copies of this module."""
+        return self._extent.sample_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Upper bound of what measuring these copies takes for itself, on a device."""
+        return self._extent.working_bytes
 
     def shrink(self, max_bytes: int) -> bool:
-        """Copy fewer rows and features from now on, so that a step's copies fit; whether that was needed."""
-        before = self._max_rows, self._max_features
-        while self.sample_bytes > max_bytes and max(self._max_rows, self._max_features) > TILE:
-            self._max_rows = max(self._max_rows // 2, TILE)
-            self._max_features = max(self._max_features // 2, TILE)
-        return before != (self._max_rows, self._max_features)
+        """Copy fewer rows and features from now on, so that copies and measuring fit; whether that was needed."""
+        extent = self._extent
+        is_smaller = extent.shrink(max_bytes)
+        self._max_rows, self._max_features = extent.max_rows, extent.max_features
+        return is_smaller
 
     def finish_step(self) -> None:
         """The optimizer has stepped: send what is still held, and disarm."""

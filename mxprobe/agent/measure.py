@@ -183,7 +183,8 @@ def _operand_rows(
     fields, clusters = {} if fields is None else fields, {} if clusters is None else clusters
     for operand in measured_operands:
         measured = measure_operand(operand, format=config.format, rule=config.rule)
-        fields[operand.role] = measured.weighted
+        if operand.role is not Role.X_FWD:  # meets no other role's below, and is large
+            fields[operand.role] = measured.weighted
         clusters[operand.role] = {"sampled_frac": operand.sampled_frac, "n_clusters": operand.n_clusters}
         key: Row = {**when, "role": operand.role.value, "placement": placement.words(operand.role)}
         key.update(format=config.format, rule=config.rule)

@@ -32,7 +32,8 @@ IDENTITY_TOLERANCE = 1e-5
 
 CPU_BATCH_ELEMENTS = 1 << 16
 """On a CPU, elements handled by one operation: enough to hide its overhead, few enough for the cache."""
-DEVICE_BATCH_ELEMENTS = 1 << 24
+DEVICE_BATCH_ELEMENTS = 1 << 18
+"""There what an operation makes is to stay small: 8 to 100 bytes each."""
 
 
 class Operand(NamedTuple):
@@ -136,6 +137,28 @@ def _times(fields: ErrorFields, factors: torch.Tensor) -> ErrorFields:
 
 def output_sums(fields: ErrorFields, b: torch.Tensor) -> dict[str, float]:
     """Squared norms and inner products of the error of A B by component; b float64 [C, N]."""
+    parts = [_output_sums(_of_rows(fields, rows), b) for rows in _few_rows(fields.x)]
+    return dict(zip(OUTPUT_SUMS, (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)).tolist()))
+
+
+def _on_host(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
+def _few_rows(x: torch.Tensor) -> Iterator[slice]:
+    """All rows; on a device as many at a time as `DEVICE_BATCH_ELEMENTS` has room for. Sums add up over rows."""
+    n, width = x.shape
+    stride = n if _on_host(x) else DEVICE_BATCH_ELEMENTS // max(width, 1)
+    return (slice(start, start + max(stride, 1)) for start in range(0, max(n, 1), max(stride, 1)))
+
+
+def _of_rows(fields: ErrorFields, rows: slice) -> ErrorFields:
+    """What sums of products read of these rows."""
+    names = ("x", "q", "q_star", "on_d", "zeroed", "saturated")
+    return fields._replace(**{name: getattr(fields, name)[rows] for name in names})
+
+
+def _output_sums(fields: ErrorFields, b: torch.Tensor) -> torch.Tensor:
     e = fields.e
     parts = [fields.x, fields.e_scale, fields.e_dz, fields.e_grid, e * fields.zeroed]
     if not fields.rule.covers_amax:
@@ -156,7 +179,7 @@ def output_sums(fields: ErrorFields, b: torch.Tensor) -> dict[str, float]:
         (zeroed, zeroed),
         (saturated, saturated),
     )
-    return dict(zip(OUTPUT_SUMS, torch.stack([torch.dot(u, v) for u, v in pairs]).tolist()))
+    return torch.stack([torch.dot(u, v) for u, v in pairs])
 
 
 def measure_corrections(batch: Sequence[Measured], corrections: Sequence[str]) -> Iterator[list[Row]]:
@@ -172,34 +195,52 @@ def measure_corrections(batch: Sequence[Measured], corrections: Sequence[str]) -
     inputs = [m.fields.x.float() for m in batch]
     together = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
     rule = batch[0].fields.rule
-    corrected: list[Sequence[torch.Tensor]] = []
-    for correction in corrections:
-        if Correction.parse(correction).needs_whole_tensor:
-            corrected.append([mxprobe_kernels.apply_correction(x, correction, rule=rule) for x in inputs])
-        else:
-            corrected.append(mxprobe_kernels.apply_correction(together, correction, rule=rule).split(sizes))
-    for i, measured in enumerate(batch):
-        values = _whatif_sums(measured, [parts[i] for parts in corrected]).tolist()
+    grams = [m.b @ m.b.T if m.b.shape[0] < m.b.shape[1] else None for m in batch]
+    parts: list[list[torch.Tensor]] = [[] for _ in batch]
+    for some in _at_a_time(corrections, together):
+        corrected: list[Sequence[torch.Tensor]] = []
+        for correction in some:
+            if Correction.parse(correction).needs_whole_tensor:
+                corrected.append([mxprobe_kernels.apply_correction(x, correction, rule=rule) for x in inputs])
+            else:
+                corrected.append(mxprobe_kernels.apply_correction(together, correction, rule=rule).split(sizes))
+        for i, (measured, gram) in enumerate(zip(batch, grams)):
+            parts[i].append(_whatif_sums(measured, gram, [of_batch[i] for of_batch in corrected]))
+    for measured, sums_of in zip(batch, parts):
         shared = {name: measured.row[name] for name in ("n", "out_ref2", "sampled_frac", "n_clusters")}
         yield [
             {"correction": name, **shared, "n_zeroed": round(n_zeroed), **dict(zip(_WHATIF_SUMS, sums))}
-            for name, (n_zeroed, *sums) in zip(corrections, values)
+            for name, (n_zeroed, *sums) in zip(corrections, torch.cat(sums_of).tolist())
         ]
 
 
 _WHATIF_SUMS = ("sum_e2", "sum_e2_on_d", "out_e2", "out_zeroed2")
 
 
-def _whatif_sums(measured: Measured, corrected: list[torch.Tensor]) -> torch.Tensor:
+def _at_a_time(corrections: Sequence[str], x: torch.Tensor) -> Iterator[Sequence[str]]:
+    """On a device as many as `DEVICE_BATCH_ELEMENTS` has room for: each is a tensor as large as x."""
+    n = len(corrections) if _on_host(x) else max(DEVICE_BATCH_ELEMENTS // max(x.numel(), 1), 1)
+    return (corrections[start : start + n] for start in range(0, len(corrections), n))
+
+
+def _whatif_sums(measured: Measured, gram: torch.Tensor | None, corrected: list[torch.Tensor]) -> torch.Tensor:
     """[n_corrections, 5]: zeroed elements, then `_WHATIF_SUMS`; as many corrections at a time as memory allows.
 
-    ||E B||^2 = <E (B B^T), E> where B B^T is smaller than B.
+    ||E B||^2 = <E (B B^T), E>: `gram` is B B^T where that is smaller than B.
     """
+    parts: list[torch.Tensor] = []
+    for rows in _few_rows(measured.fields.x):
+        weights = None if measured.weights is None else measured.weights[rows]
+        some = measured._replace(fields=_of_rows(measured.fields, rows), weights=weights)
+        parts.append(_whatif_sums_of(some, gram, [q[rows] for q in corrected]))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _whatif_sums_of(measured: Measured, gram: torch.Tensor | None, corrected: list[torch.Tensor]) -> torch.Tensor:
     fields, b, weights = measured.fields, measured.b, measured.weights
-    limit = CPU_BATCH_ELEMENTS if fields.x.device.type == "cpu" else DEVICE_BATCH_ELEMENTS
+    limit = CPU_BATCH_ELEMENTS if _on_host(fields.x) else DEVICE_BATCH_ELEMENTS
     stride = max(limit // max(fields.x.numel(), 1), 1)
     nonzero = fields.x != 0
-    gram = b @ b.T if b.shape[0] < b.shape[1] else None
     parts: list[torch.Tensor] = []
     for start in range(0, len(corrected), stride):
         q = torch.stack(corrected[start : start + stride])

@@ -114,7 +114,7 @@ class Session:
         self._memory = DeviceMemory(config.max_gpu_memory, tell)
         self._device_steps = DeviceSteps.of("cpu")
         self._warm_up = WarmUp(tell)
-        self._replays = Replays(config, self._clock, self.guard, tell)
+        self._replays = Replays(config, self._clock, self.guard, tell, self._memory, lambda: self.worker.backlog > 0)
         self._tokens = TokenTaps(self._clock, self.guard, tell)
         self._norms = NormWatch(self.guard)
         self._sync = WeightSync(self.guard, tell)
@@ -242,7 +242,7 @@ class Session:
             "steps_put_off": self._budget.n_late,
             "module_share": self._budget.share,
             "memory": self._memory.words(),
-            "memory_peak_bytes": self._memory.peak,
+            "memory_peak_bytes": self._memory.peak_bytes,
             "memory_limit_bytes": self._memory.limit,
             "device_steps": self._device_steps.words(),
             "n_dropped": self._transport.n_dropped_rows,
@@ -442,6 +442,8 @@ class Session:
         ended_ns = time.time_ns()
         hand_over = self.worker.put if probed or clock.only_outputs else self.worker.put_quietly
         hand_over(lambda: ledger.record_step(step, ended_ns, probed=probed, step_ns=step_ns, hook_ns=hook_ns))
+        if probed:
+            self.worker.put(lambda: self._memory.look(self.worker.stream_of(self._memory.where)))
         self._signals.ensure_wrapped()
         self._milestones.finish(self._optimizer() if self._optimizer is not None else None)
         measured = self._tokens.finish()

@@ -178,6 +178,10 @@ class Worker:
             work()
             stream.synchronize()  # before the copies are freed for the run's stream to reuse
 
+    def stream_of(self, device: torch.device) -> Any:
+        """On which this thread computes there; None where it has not yet, and on a CPU."""
+        return self._streams.get(device)
+
     def keep_versions(self, copies: list[Copies]) -> None:
         """Add the weights of a step to the history; a job."""
         for each in copies:

@@ -104,7 +104,8 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     type=Size(),
     default=_DEFAULTS.max_gpu_memory,
     show_default="256MiB",
-    help="GPU memory that copies may take at once; fewer modules are then measured at a time. 0: no limit.",
+    help="GPU memory that copies and measuring them, or a replay, may take at once; fewer modules are then measured at "
+    "a time, and replays that need more are skipped. 0: no limit.",
 )
 @click.option(
     "--eager-probe-steps",

@@ -9,12 +9,22 @@ import pytest
 import torch
 from torch import nn
 
+from mxprobe.agent import extent, operands, snapshot, weights
+from mxprobe.agent.allocator import Held
 from mxprobe.agent.clock import Clock
+from mxprobe.agent.codes import WeightHistory
+from mxprobe.agent.extent import BYTES_OF_BATCH
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.hooks import ModuleProbe
+from mxprobe.agent.measure import measure_step
 from mxprobe.agent.memory import DeviceMemory, bytes_of
+from mxprobe.agent.operands import Operand, measure_corrections, measure_operand
 from mxprobe.agent.snapshot import Snapshot
-from mxprobe_kernels.formats import E2M1_GRID
+from mxprobe.protocol import AgentConfig
+from mxprobe.schema import Role
+from mxprobe_kernels import cpu_backend, cpu_quantizer
+from mxprobe_kernels.formats import DEFAULT_WHATIFS, E2M1_GRID
+from tests.live_bytes import LiveBytes
 
 K = 256
 
@@ -26,6 +36,16 @@ def probes(n: int, sent: list[Any], *, max_rows: int = 512, dtype: torch.dtype =
     how: dict[str, Any] = {"clock": clock, "guard": guard, "submit": sent.append, "trains": True}
     modules = [nn.Linear(K, K, bias=False, dtype=dtype) for _ in range(n)]
     return [ModuleProbe(f"m{i}", m, max_rows=max_rows, max_features=512, **how) for i, m in enumerate(modules)]
+
+
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this CPU by the code for a device, in pieces small enough for tensors that are."""
+    monkeypatch.setattr(operands, "_on_host", lambda x: False)
+    monkeypatch.setattr(operands, "DEVICE_BATCH_ELEMENTS", 1 << 12)
+    for module in (cpu_backend, cpu_quantizer):
+        monkeypatch.setattr(module, "supports", lambda *_: False)
+    monkeypatch.setattr(snapshot, "CPU_MAX_ROWS", 1 << 30)
+    monkeypatch.setattr(weights, "CPU_MAX_FEATURES", 1 << 30)
 
 
 @dataclass
@@ -71,10 +91,10 @@ def test_nothing_is_thinned_without_a_limit():
 
 def test_a_module_that_does_not_fit_is_measured_on_fewer_rows_and_features():
     made = probes(2, [])
-    before = made[0].sample_bytes
-    assert not made[0].shrink(before)
-    assert made[0].shrink(before // 3)
-    assert made[0].sample_bytes <= before // 3
+    before, working = made[0].sample_bytes, made[0].working_bytes
+    assert not made[0].shrink(before + working)
+    assert made[0].shrink(working - 1)
+    assert made[0].sample_bytes + made[0].working_bytes < working
     assert probes(1, [], dtype=torch.bfloat16)[0].sample_bytes == before // 2
 
 
@@ -82,9 +102,9 @@ def test_on_a_gpu_no_module_takes_more_than_there_is():
     told: list[str] = []
     (probe,) = probes(1, [])
     memory = DeviceMemory(0, lambda kind, detail: told.append(detail))
-    memory.device, memory.limit = "cuda", probe.sample_bytes // 4
+    memory.device, memory.limit = "cuda", (probe.sample_bytes + probe.working_bytes) * 3 // 4
     assert memory.choose([probe], 1.0) == [probe]
-    assert probe.sample_bytes <= memory.limit
+    assert probe.sample_bytes + probe.working_bytes <= memory.limit
     memory.limit = 1024
     assert memory.choose([probe], 1.0) == []
     assert told
@@ -93,12 +113,13 @@ def test_on_a_gpu_no_module_takes_more_than_there_is():
 def test_copies_that_were_larger_than_their_bound_make_the_next_steps_smaller():
     made = probes(8, [])
     memory = DeviceMemory(0, lambda *_: None)
-    memory.device, memory.limit = "cuda", 8 * made[0].sample_bytes
-    assert len(memory.choose(made, 1.0)) == 7  # an eighth is left for what else is copied
+    one, working = made[0].sample_bytes, made[0].working_bytes
+    memory.device, memory.limit = "cuda", (working + 5 * one) * 8 // 7 + 8
+    assert len(memory.choose(made, 1.0)) == 5  # an eighth is left for what else is copied
     memory.device = "cpu"
     memory.take(torch.zeros(memory.limit // 2))  # twice the limit
     memory.device = "cuda"
-    assert len(memory.choose(made, 1.0)) == 3
+    assert 0 < len(memory.choose(made, 1.0)) < 5 or made[0].sample_bytes < one
     assert memory.peak == 2 * memory.limit
 
 
@@ -122,3 +143,75 @@ def test_the_peak_is_of_what_is_held_at_once():
     memory.choose([probe], 1.0)
     assert memory.peak == 4000 + bytes_of(snapshot, "cpu")
     assert memory.words() == f"copies of {memory.peak / 1e6:.1f} MB at once at most, in memory of cpu, limit 1073.7 MB"
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "features"), [(256, 256, 128), (768, 256, 128), (512, 512, 64)]
+)
+def test_measuring_takes_no_more_than_foreseen(
+    monkeypatch: pytest.MonkeyPatch, out_features: int, in_features: int, features: int
+):
+    on_a_device(monkeypatch)
+    sent: list[Any] = []
+    (probe,) = probes(1, sent, max_rows=64)
+    probe.module = nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16)
+    probe._max_features = features  # pyright: ignore[reportPrivateUsage]
+    probe.arm()
+    probe.module(torch.randn(600, in_features, dtype=torch.bfloat16)).sum().backward()
+    probe.finish_step()
+    (one,) = sent
+    assert one.single(one.x).shape[0] == 64
+    with torch.no_grad(), LiveBytes() as live:
+        config = AgentConfig(whatifs=(*DEFAULT_WHATIFS, "hif4", "mxfp4_4over6"))
+        n = sum(1 for _ in measure_step(sent, config, step_base=0, recipes={}, history=WeightHistory()))
+    assert n > 50
+    batch = BYTES_OF_BATCH * (extent.DEVICE_BATCH_ELEMENTS - operands.DEVICE_BATCH_ELEMENTS)
+    foreseen = probe.working_bytes - batch
+    assert foreseen / 3 < live.peak <= foreseen
+
+
+def test_sums_are_the_same_by_pieces(monkeypatch: pytest.MonkeyPatch):
+    a, b = torch.randn(96, K), torch.randn(K, 40)
+    operand = Operand(Role.X_FWD, a, b, 0.5, 96, n_certain=30, certain_weight=0.25)
+
+    def rows() -> tuple[Any, Any]:
+        measured = measure_operand(operand, format="mxfp4", rule="floor")
+        return measured.row, next(iter(measure_corrections([measured], ("of:0.5", "nvfp4", "mbs:128"))))
+
+    monkeypatch.setattr(cpu_backend, "supports", lambda *_: False)  # its sums are of float32
+    whole = rows()
+    on_a_device(monkeypatch)
+    pieces = rows()
+    for name, value in whole[0].items():
+        assert pieces[0][name] == pytest.approx(value, rel=1e-9), name
+    for piece, each in zip(pieces[1], whole[1], strict=True):
+        assert piece.pop("correction") == each.pop("correction")
+        assert piece == pytest.approx(each, rel=1e-9)
+
+
+def test_what_the_allocator_keeps_for_measuring_counts_and_makes_the_next_steps_smaller():
+    made = probes(8, [])
+    one, working = made[0].sample_bytes, made[0].working_bytes
+    memory = DeviceMemory(0, lambda *_: None)
+    memory.device, memory.limit = "cuda", (working + 5 * one) * 8 // 7 + 8
+    assert len(memory.choose(made, 1.0)) == 5
+    memory.measured(working // 2)
+    assert len(memory.choose(made, 1.0)) == 5
+    memory.measured(working + 2 * one)
+    assert 0 < len(memory.choose(made, 1.0)) < 5
+    assert memory.peak_bytes == working + 2 * one
+    assert f"{(working + 2 * one) / 1e6:.1f} MB to measure them" in memory.words()
+
+
+def test_a_replay_has_the_room_that_copies_and_measuring_leave():
+    memory = DeviceMemory(0, lambda *_: None)
+    assert memory.room_for_replay(busy=False) is None  # on a CPU there is no limit for it
+    memory.device, memory.limit = "cuda", 800
+    assert memory.room_for_replay(busy=False) == (700, 700)
+    assert memory.room_for_replay(busy=True) == (0, 700)
+    assert memory.room_for_replay(busy=False, free=50) == (50, 700)
+    memory.measured(100)
+    assert memory.room_for_replay(busy=False) == (600, 600)
+    memory.replayed(100, Held(raised=10, at_most=200))
+    assert memory.room_for_replay(busy=False) == (300, 300)
+    assert (memory.replay_peak, memory.peak_bytes) == (200, 300)

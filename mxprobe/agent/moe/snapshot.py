@@ -43,12 +43,11 @@ class Layout(NamedTuple):
     """Number in the whole model of the first of the E experts of this rank."""
 
     @classmethod
-    def plan(cls, weight: torch.Tensor, *, every: bool, seed: int, first: int = 0) -> Layout:
-        """For weight [E, O, K]; `every`: all experts, whatever they cost."""
+    def plan(cls, weight: torch.Tensor, *, every: bool, seed: int, elements: int, first: int = 0) -> Layout:
+        """For weight [E, O, K]; `every`: all experts, whatever they cost; `elements`: of one copied operand."""
         n_experts, out_features, in_features = weight.shape
         device = weight.device
         is_cpu = device.type == "cpu"
-        elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
         n_rows = CPU_ROWS if is_cpu else DEVICE_ROWS
         widest = max(out_features, in_features)
         fitting = min(n_rows // TILE, max(elements // (TILE * widest), 1))

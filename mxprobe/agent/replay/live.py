@@ -18,7 +18,9 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, in_backward, undisturbed
 from mxprobe.agent.interruptions import is_of_a_signal_handler
+from mxprobe.agent.memory import DeviceMemory, megabytes
 from mxprobe.agent.moe.structure import is_router
+from mxprobe.agent.replay.allowance import Allowance, Plan, shapes_of
 from mxprobe.agent.replay.arms import ROUTED, Arm, replay_arms
 from mxprobe.agent.replay.call import Call, NotReplayableError, capture
 from mxprobe.agent.replay.gradient_probes import probe_gradients
@@ -47,7 +49,17 @@ Rows = Callable[[int], "list[TableRow]"]
 class Replays:
     """`watch` at attach, `plan` before each step, `run` after it; all in the training thread, like the hooks."""
 
-    def __init__(self, config: AgentConfig, clock: Clock, guard: Guard, on_event: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        clock: Clock,
+        guard: Guard,
+        on_event: Callable[[str, str], None],
+        memory: DeviceMemory | None = None,
+        is_busy: Callable[[], bool] = bool,
+    ) -> None:
+        """`memory`: what a replay may hold; `is_busy`: copies of a probed step are held that are not measured yet."""
+        self._allowance = Allowance(memory or DeviceMemory(0, on_event), is_busy, self._tell)
         self._config = config
         self._clock = clock
         self._guard = guard
@@ -72,6 +84,7 @@ class Replays:
         self._call: Call | None = None
         self._mask: torch.Tensor | None = None
         self._at_policy: dict[str, torch.Tensor] = {}
+        self._policy_shape: tuple[int, ...] = ()
         self._micro_step = 0
 
     def watch(self, roots: Sequence[nn.Module], modules: Mapping[str, nn.Linear]) -> list[Any]:
@@ -142,7 +155,7 @@ class Replays:
                 self._unsuited.add(id(root))
                 self._tell(f"{type(root).__name__} returns neither logits [B, T, V] nor log-probabilities: skipped")
             else:
-                self._call = call
+                self._call, self._policy_shape = call, tuple(policy.tensor.shape)
                 self._watch_gradient(policy)
         except Exception as error:
             self._fail("reading a policy", error)
@@ -180,7 +193,7 @@ class Replays:
 
     def run(self) -> Rows | None:
         """The step is over: replay what was captured. Returns what makes the rows, or None if there are none."""
-        call, mask, micro_step = self._call, self._mask, self._micro_step
+        call, mask, micro_step, policy_shape = self._call, self._mask, self._micro_step, self._policy_shape
         gradient = PolicyGradient(self._at_policy.get("tensor"), self._at_policy.get("entropy"))
         self.forget()
         if call is None or self._given_up:
@@ -190,7 +203,14 @@ class Replays:
             return None
         started = time.perf_counter_ns()
         try:
-            made = self._measure(call, mask, gradient)
+            shapes = shapes_of(call, self._modules, policy_shape, gradient)
+            plan = self._allowance.plan(frozenset(self._wanted), call, shapes, self._config.gradient_probes)
+            self._reschedule(plan.skipped)
+            if not plan.runs:
+                return None
+            before = self._allowance.begin(call)
+            made = self._measure(call, mask, gradient, plan)
+            self._allowance.end(call, plan, before)
         except NotReplayableError as error:
             self._give_up(str(error))
             return None
@@ -198,28 +218,33 @@ class Replays:
             self._fail("replaying a call", error)
             return None
         spent_ms = (time.perf_counter_ns() - started) / 1e6
-        self._tell(f"{', '.join(sorted(self._wanted))}: the first replay took {spent_ms:.0f} ms of the training thread")
+        held = megabytes(max(plan.needs[what] for what in plan.runs))
+        self._tell(
+            f"{', '.join(sorted(plan.runs))}: the first replay took {spent_ms:.0f} ms of the training thread, and held "
+            f"{held} at most (estimated)"
+        )
         if not self._config.replay_every:
             step_ms, whole_ms = max(self._clock.step_ns / 1e6, 1e-3), REPLAY_FACTOR * _times_the_rows(call) * spent_ms
             self._tell(
-                f"replays under other roundings are off: one would take about {whole_ms:.0f} ms (estimated), so that "
+                f"replays under other roundings are off: one would take about {whole_ms:.0f} ms and hold "
+                f"{megabytes(shapes.of_arms(self._config.gradient_probes))} at most (both estimated), so that "
                 f"--replay-every 1000 would cost {whole_ms / step_ms / 1000:.1%} of steps of {step_ms:.0f} ms"
             )
-        self._reschedule()
+        self._reschedule(plan.runs)
         return self._rows(self._clock.step, micro_step, *made)
 
-    def _reschedule(self) -> None:
+    def _reschedule(self, done: frozenset[str]) -> None:
         every = {"sensitivity": self._config.sensitivity_every, "replays": self._config.replay_every}
-        for what in self._wanted:
+        for what in done:
             self._next[what] = self._clock.step + every[what]
-        self._wanted.clear()
+        self._wanted -= done
 
     def _measure(
-        self, call: Call, mask: torch.Tensor | None, gradient: PolicyGradient
+        self, call: Call, mask: torch.Tensor | None, gradient: PolicyGradient, plan: Plan
     ) -> tuple[Sensitivity | None, list[Arm], list[dict[str, Any]], Floor | None]:
         config, seed = self._config, seed_of(self._clock.step, "replay")
         sensitivity = None
-        if "sensitivity" in self._wanted:
+        if "sensitivity" in plan.runs:
             self._remaining = self._remaining or set(self._modules)
             sensitivity = measure_sensitivity(
                 call,
@@ -230,6 +255,8 @@ class Replays:
                 rule=config.rule,
                 corrections=KEPT_WIDER,
                 seed=seed,
+                max_rows=plan.max_rows,
+                in_parts_only=plan.in_parts_only,
             )
             self._remaining &= sensitivity.skipped
             if sensitivity.unreached:
@@ -239,7 +266,7 @@ class Replays:
                     "frozen ones or in a region with reentrant activation checkpointing"
                 )
         arms: list[Arm] = []
-        if "replays" in self._wanted:
+        if "replays" in plan.runs:
             arms = list(
                 replay_arms(
                     call,
@@ -259,7 +286,7 @@ class Replays:
             if arms and not arms[0].gradients:
                 self._tell("replays run forwards only: no gradient is known at the policy, or none reaches the Linears")
         probes = self._probe_gradients(call, gradient, seed) if arms and arms[0].gradients else []
-        floor = self._measure_floor(call, mask) if "replays" in self._wanted else None
+        floor = self._measure_floor(call, mask) if "replays" in plan.runs else None
         return sensitivity, arms, probes, floor
 
     def _of_routing(self, call: Call) -> tuple[str, ...]:

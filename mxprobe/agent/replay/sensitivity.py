@@ -132,6 +132,7 @@ def measure_sensitivity(
     n_probes: int = 1,
     max_rows: int | None = None,
     max_output_bytes: int = MAX_OUTPUT_BYTES,
+    in_parts_only: bool = False,
 ) -> Sensitivity:
     """Replay the call with gradient and propagate the error of X and of W of each module.
 
@@ -139,7 +140,7 @@ def measure_sensitivity(
     to measure, all if None; the others are replayed in high precision too. corrections: what would be left of the
     error under each is propagated as well, as a further component of that name (a second quantizer's time each).
     NotReplayableError where the root returns no policy, or no Linear's output carries a gradient. ValueError for an
-    unknown correction. Nothing waits for the device.
+    unknown correction. Nothing waits for the device. `in_parts_only`: the whole batch would not fit.
     """
     errors = Errors(format, rule, tuple(corrections))
     max_rows = max_rows or (CPU_MAX_ROWS if call.device_type == "cpu" else DEVICE_MAX_ROWS)
@@ -158,6 +159,8 @@ def measure_sensitivity(
     except Exception as error:  # the model does not take its batch in parts
         if is_of_a_signal_handler(error):
             raise
+        if in_parts_only:
+            raise NotReplayableError("the model does not take its batch in parts, and whole it is too large") from None
     found = measured(call, mask)
     _WHOLE_ONLY.add(call.module)
     return found
@@ -204,13 +207,20 @@ def _measure(
     )
 
 
+def can_be_cut(call: Call) -> bool:
+    """Whether some of its samples can be replayed without the others, as far as can be told beforehand."""
+    ids = call.argument(TOKEN_ARGUMENT)
+    is_known = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] != ids.shape[1]
+    return is_known and is_by_sample(call.module) and call.module not in _WHOLE_ONLY
+
+
 def _few_samples(call: Call, mask: torch.Tensor | None, max_rows: int, seed: int) -> tuple[Call, torch.Tensor | None]:
     """The call with as many of its samples as are measured, drawn at random; unchanged where it cannot be cut.
 
     Samples are the rows of the token ids, which must be told from other arguments by their number alone.
     """
     ids = call.argument(TOKEN_ARGUMENT)
-    if not (isinstance(ids, torch.Tensor) and ids.dim() == 2 and is_by_sample(call.module)):
+    if not can_be_cut(call):
         return call, mask
     n_batch, n = ids.shape[0], max(max_rows // max(ids.shape[1], 1), 1)
     if n >= n_batch or n_batch == ids.shape[1] or (mask is not None and mask.shape[0] != n_batch):
