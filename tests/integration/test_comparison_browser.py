@@ -9,10 +9,9 @@ from playwright.sync_api import Browser
 
 from mxprobe.cli import main
 from tests.hostile import MODULES, hostile
-from tests.integration.test_report_browser import Watched, axe, browser, watched
+from tests.report_pages import Watched
 from tests.unit.test_compare import recipe, run, signal
 
-__all__ = ["axe", "browser", "watched"]
 pytestmark = pytest.mark.browser
 
 
