@@ -51,8 +51,10 @@ class Ledger:
         self._black_box = black_box.BlackBox(config.follow_steps)
         self._inventoried = False
 
-    def announce(self, *, roots: list[str], role: str, n_modules: int, recipes: list[str]) -> None:
-        """Once the step count is known."""
+    def announce(
+        self, *, roots: list[str], role: str, n_modules: int, recipes: list[str], kernels_ms: float | None = None
+    ) -> None:
+        """Once the step count is known, and kernels are compiled, which has taken `kernels_ms` where there are any."""
         what = f"{', '.join(roots)}; {n_modules} modules" if roots else "no model runs here, its signals alone"
         self.event("attached", f"{role}: {what}", 0)
         self._add_modules()
@@ -65,6 +67,7 @@ class Ledger:
                 "role": role,
                 "step": self.worker.step_base,
                 "recipes": recipes,
+                "kernels_ms": kernels_ms,
             }
         )
 

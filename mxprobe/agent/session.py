@@ -245,6 +245,8 @@ class Session:
             "memory_peak_bytes": self._memory.peak_bytes,
             "memory_limit_bytes": self._memory.limit,
             "device_steps": self._device_steps.words(),
+            "kernels": self._warm_up.words(),
+            "kernels_ms": self._warm_up.took_ms,
             "n_dropped": self._transport.n_dropped_rows,
             "n_abandoned": self.worker.n_abandoned,
             "n_errors": self.guard.n_errors,
@@ -357,7 +359,8 @@ class Session:
 
     def _announce(self, roots: list[str], recipes: list[str]) -> None:
         """In the worker."""
-        self._ledger.announce(roots=roots, role=self.role, n_modules=len(self._probes), recipes=recipes)
+        how: dict[str, Any] = {"n_modules": len(self._probes), "kernels_ms": self._warm_up.took_ms}
+        self._ledger.announce(roots=roots, role=self.role, recipes=recipes, **how)
 
     def _on_serving_enter(self, module: nn.Module, roots: Any) -> None:
         """A root that serves begins a forward pass, in the thread that runs it."""

@@ -41,7 +41,7 @@ class AgentLink:
     def place(self) -> dict[str, Any]:
         """What it is attached to, as facts for `run.json`."""
         attached = self.attached or {}
-        what = {name: attached.get(name) for name in ("role", "roots", "recipes")}
+        what = {name: attached.get(name) for name in ("role", "roots", "recipes", "kernels_ms")}
         return {**what, "attached_step": attached.get("step")}
 
     def arrive(self, peer: Peer, hello: Frame) -> None:

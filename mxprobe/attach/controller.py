@@ -82,6 +82,7 @@ class Controller:
         self._recorder = TraceRecorder(trace, process.pid, on_jump)
         self._phase = "entering"
         self._entry: Entry | None = None
+        self._pause: dict[str, float] = {}
         self._clearing: threading.Thread | None = None
         self._agent = AgentLink()
         self._vital_signs = VitalSigns(process)
@@ -149,11 +150,8 @@ class Controller:
 
         if not self._until(lambda: self._agent.is_here, patience_s, say_queued):
             raise refuse("no_ack", pid, main_thread_activity(pid), seconds=patience_s)
-        self._recorder.update_run(
-            mechanism=entry.mechanism,
-            pause_ms=entry.pause_ms,
-            attach_latency_ms=(time.monotonic() - started) * 1e3,
-        )
+        self._pause = {"pause_ms": entry.pause_ms, "attach_latency_ms": (time.monotonic() - started) * 1e3}
+        self._recorder.update_run(mechanism=entry.mechanism, **self._pause)
 
     def _observe(self, run_directory: RunDirectory) -> None:
         self._phase = "observing"
@@ -383,6 +381,7 @@ class Controller:
             "directory": str(self._directory.absolute()),
             "attached_s": (time.time_ns() - self._started_ns) / 1e9 if self._started_ns else None,
             "last_step": self._recorder.last_step,
+            **self._pause,
             "n_batches": self._recorder.n_batches,
             "n_rows": self._recorder.n_rows,
             "lost_ranks": self._recorder.lost_ranks,

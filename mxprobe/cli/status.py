@@ -66,6 +66,7 @@ def _lines(status: dict[str, Any]) -> str:
     if status["attached_s"] is not None:
         role = status["role"] or "unknown"
         lines.append(f"  attached   {status['attached_s']:.0f} s by {status['mechanism']}, role {role}")
+    lines += _pause(status)
     lines += [f"  recipe     {printable(str(recipe))}" for recipe in agent.get("recipes") or []]
     if agent.get("eager_probe_steps"):
         lines.append(
@@ -81,6 +82,16 @@ def _lines(status: dict[str, Any]) -> str:
     if agent:
         lines.append(f"  lost       {agent.get('n_dropped', 0)} rows dropped, {agent.get('n_errors', 0)} errors")
     return "\n".join(lines)
+
+
+def _pause(status: dict[str, Any]) -> list[str]:
+    """For how long the run stood still, and how long it took until it could be probed."""
+    if status.get("pause_ms") is None:
+        return []
+    stopped, entered = status["pause_ms"], status["attach_latency_ms"]
+    words = f"  pause      stopped for {stopped:.1f} ms; the agent was in after {entered:.0f} ms"
+    kernels = status["agent"].get("kernels")
+    return [f"{words}, kernels {kernels}" if kernels else words]
 
 
 def _overhead(agent: dict[str, Any]) -> list[str]:

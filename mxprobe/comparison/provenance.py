@@ -13,7 +13,15 @@ from .alignment import Alignment
 _VOLATILE = frozenset(
     {
         *("created_ns", "closed_ns", "started_ns", "writer_pid", "ended", "agent", "compacted_after_death"),
-        *("pause_ms", "attach_latency_ms", "attached_step", "command_line", "schema_version", "schema_minor"),
+        *(
+            "pause_ms",
+            "attach_latency_ms",
+            "kernels_ms",
+            "attached_step",
+            "command_line",
+            "schema_version",
+            "schema_minor",
+        ),
         *("target.pid", "target.protocol", "target.cmdline"),
     }
 )

@@ -33,6 +33,8 @@ class Overhead:
     sent_bytes: int
     replay_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """Kind of replay -> median time of one in the training thread."""
+    told: tuple[tuple[str, str], ...] = ()
+    """What the agent says of kernels, memory and the device's own clock."""
 
     def of_period(self, seconds: float) -> float:
         """What takes so long once in `PERIOD` steps, as a share of their time without us."""
@@ -59,6 +61,7 @@ class Overhead:
 
 
 SENSITIVITY, ARMS = "sensitivity", "other roundings"
+_TOLD = (("kernels", "kernels"), ("memory of the device", "memory"), ("steps on the device", "device_steps"))
 
 
 def of(
@@ -87,6 +90,7 @@ def of(
         measuring_s=float(known.get("measure_ns", np.nan)) / 1e9,
         attached_s=float(known.get("step_ns", np.nan)) / 1e9,
         **sums,
+        told=tuple((name, str(known[key])) for name, key in _TOLD if known.get(key)),
         replay_s=_replay_seconds(
             rows["step"].to_numpy(dtype=int)[timed & (n_steps == 1)],
             numbers[timed & (n_steps == 1), 1],
@@ -134,6 +138,7 @@ def _entries(overhead: Overhead) -> list[tuple[object, object]]:
             for kind, s in overhead.replay_s.items()
         ),
         *_default(overhead),
+        *overhead.told,
         ("rows dropped", f"{overhead.n_dropped}"),
         ("errors swallowed", f"{overhead.n_errors}"),
         ("sent", bytes_text(overhead.sent_bytes)),

@@ -56,3 +56,11 @@ def test_a_replay_is_related_to_200_steps_and_booked_on_the_step_after_it() -> N
     nothing = overhead.section(overhead.of(report_frames.overhead(240, 20), {}))
     assert "replay" not in nothing
     assert "default schedule" not in nothing
+
+
+def test_what_the_agent_says_of_kernels_and_memory_is_shown():
+    agent = {"kernels": "ready after 2.0 s", "memory": "copies of 1.0 MB at once at most", "device_steps": ""}
+    cost = overhead.of(report_frames.overhead(1, 1), {"agent": agent})
+    assert [name for name, _ in cost.told] == ["kernels", "memory of the device"]
+    page = overhead.section(overhead.of(report_frames.overhead(240, 20), {"agent": agent}))
+    assert "copies of 1.0 MB at once at most" in page
