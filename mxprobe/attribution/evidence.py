@@ -13,6 +13,7 @@ from mxprobe.trace import Trace
 
 from . import ratios
 from .decision import Decision
+from .held import MAX_NAMED, WRONG, held_versions, held_words
 from .layers import FACTOR, first_divergence
 from .measured import Measured
 from .noise import weight_changes
@@ -54,6 +55,7 @@ def collect(
         *_explained(measured, thresholds),
         *_mismatch(decision, thresholds),
         *_weight_lag(measured),
+        *_held_weights(trace),
         *_noise(trace.events()),
         *_divergence(trace),
         *_rules(decision, thresholds),
@@ -188,6 +190,17 @@ def _weight_lag(measured: Measured) -> Iterator[Evidence]:
     if behind:
         text = f"in the rollout {behind_words(behind)}: its outputs are reproduced exactly with those"
         yield Evidence("weight_lag", Certainty.MEASURED, text, float(max(each.lag for each in behind)), 0.0, True)
+
+
+def _held_weights(trace: Trace) -> Iterator[Evidence]:
+    """Of an engine that was attached into the trainer's own trace."""
+    held = held_versions(trace, trace)
+    wrong = [each for each in held if each.state in WRONG]
+    if wrong:
+        text = f"{len(wrong)} of {len(held)} weights of the rollout engine are not the trainer's current ones, by their"
+        more = f", and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        words = f"{text} codes: {held_words(wrong)}{more}"
+        yield Evidence("held_weights", Certainty.MEASURED, words, float(len(wrong)), 0.0, True)
 
 
 def _noise(events: pd.DataFrame) -> Iterator[Evidence]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
+from mxprobe.attribution.held import held_versions
 from mxprobe.trace import Trace
 
-from .held import find_held, held_versions
+from .held import find_held
 from .modules import ModuleAudit, SideAudit, module_audits
 from .pitfalls import Finding, find_pitfalls
 
@@ -86,7 +87,5 @@ def audit(trainer: Trace, rollout: Trace | None = None) -> Audit:
         )
         events = pd.concat([events[events["kind"] != "weight_sync"], rollout.events()], ignore_index=True)
     source = trainer if rollout is None else rollout
-    findings = find_pitfalls(modules, events)
-    if rollout is not None:
-        findings += find_held(held_versions(trainer, rollout))
+    findings = find_pitfalls(modules, events) + find_held(held_versions(trainer, source))
     return Audit(str(trainer.directory), str(source.directory), modules, findings)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from mxprobe.attribution.exclusion import ExclusionCurve
     from mxprobe.attribution.recommendation import PaperColumn
 
-_KEY_EVIDENCE = ("log_prob", "mismatch", "weight_lag", "rule_mismatch", "realised_over_predicted", "component", "where")
+_KEY_EVIDENCE = (
+    *("log_prob", "mismatch", "weight_lag", "held_weights", "rule_mismatch", "realised_over_predicted", "component"),
+    "where",
+)
 _SHORT_SNIPPET_LINES = 12
 _AFTER_KNEE, _MAX_POINTS = 3, 24
 _CAPTION = (

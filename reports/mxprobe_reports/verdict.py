@@ -98,6 +98,7 @@ _DATA_OF: tuple[tuple[str, str], ...] = (
     ("probed_steps", "quality"),
     ("realised", "realised"),
     ("weight_lag", "realised"),
+    ("held_weights", "signals"),
     ("weight_noise", "signals"),
     ("first_divergence", "realised"),
     ("rule_mismatch", "realised"),

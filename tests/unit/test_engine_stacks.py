@@ -13,8 +13,8 @@ from torch import nn
 from mxprobe.agent.engines import stacks
 from mxprobe.agent.engines.parts import parts_of
 from mxprobe.agent.engines.stacks import copy_stacks
+from mxprobe.attribution.held import HeldVersion, held_versions
 from mxprobe.audit import audit
-from mxprobe.audit.held import HeldVersion, held_versions
 from mxprobe.engines import held_weights, record_weights
 from mxprobe.trace import open_trace
 from tests.standin_engine import (
@@ -337,3 +337,21 @@ def test_parameters_that_are_no_gated_experts_have_no_parts():
     module.gate_up_proj, module.down_proj = (nn.Parameter(torch.zeros(2, *shape)) for shape in ((96, 64), (64, 64)))
     assert parts_of(module) == []
     assert copy_stacks(1, "experts", module, 0) == []
+
+
+def test_rows_count_that_were_taken_when_the_versions_before_had_been_kept(tmp_path: Path):
+    """Kept: 6 to 10 and 16 to 20. At step 12 nothing is known, at 17 the version of three steps before is not."""
+    kept, taken = (*range(6, 11), *range(16, 21)), (9, 12, 17)
+    rows = [row for step in kept for row in trained(QWEN, (step,)) if row["module"].endswith("down_proj")]
+    for row in rows:
+        row["time_ns"] = 10 * row["step"]
+    write(tmp_path / "trainer", rows)
+    read: list[dict[str, Any]] = []
+    for step in taken:
+        late = engine(UnquantizedFusedMoEMethod(), [matrices(step - 3, layer) for layer in range(LAYERS)])
+        read += [{**row, "step": step, "time_ns": 10 * step + 5} for row in held_weights(late)]
+    write(tmp_path / "engine", read)
+    found = held_versions(open_trace(tmp_path / "trainer"), open_trace(tmp_path / "engine"))
+    judged = {each.module: each for each in found if each.state != "not comparable"}
+    assert set(judged) == {name for name in EVERY if name.endswith("down_proj")}
+    assert {each.detail for each in judged.values()} == {"holds the trainer's weights of step 6, 3 behind"}

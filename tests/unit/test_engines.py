@@ -19,8 +19,8 @@ from mxprobe.agent.engines.sync import WeightSync
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.recipes import quantize
 from mxprobe.agent.weights import watched_features
+from mxprobe.attribution.held import HeldVersion, held_versions
 from mxprobe.audit import audit
-from mxprobe.audit.held import HeldVersion, held_versions
 from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter, open_trace
 from tests.standin_engine import (

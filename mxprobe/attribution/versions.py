@@ -58,11 +58,17 @@ class Versions:
         steps = self._times.index
         return len(steps) > 0 and int(steps[-1]) - int(steps[0]) >= len(steps)
 
-    def is_dense_at(self, time_ns: int) -> bool:
-        """Whether the version of that time and the one that followed it were both kept."""
+    def n_before(self, time_ns: int) -> int:
+        """Versions kept without a gap up to the one of that time; 0 where the one that followed it was not kept.
+
+        So many lags are told one by one.
+        """
+        steps = self._times.index.to_numpy()
         place = int(self._times.searchsorted(time_ns, side="right"))
-        steps = self._times.index
-        return 0 < place < len(steps) and int(steps[place]) == int(steps[place - 1]) + 1
+        if not 0 < place < len(steps) or steps[place] != steps[place - 1] + 1:
+            return 0
+        gaps = np.flatnonzero(np.diff(steps[:place]) != 1)
+        return place - (int(gaps[-1]) + 1 if len(gaps) else 0)
 
     def of(self, module: str) -> list[Version]:
         """The newest first; empty where the trace has none."""
