@@ -50,10 +50,10 @@ class HeldVersion:
 
 def held_versions(trainer: Trace, rollout: Trace) -> tuple[HeldVersion, ...]:
     """Of every module that the engine's trace has rows of; both traces may be the same one."""
+    if not (rollout.table(TABLE, ("phase",))["phase"].astype(str) == Phase.ROLLOUT.value).any():
+        return ()  # without reading what most traces hold: a trainer's rows alone
     rows = rollout.table(TABLE)
     rows = rows[rows["phase"].astype(str) == Phase.ROLLOUT.value]
-    if rows.empty:
-        return ()
     versions = Versions(trainer.table(TABLE))
     read: dict[str, list[tuple[int, dict[str, HeldVersion]]]] = {}
     for rank in sorted(rows["rank"].unique().tolist()):
