@@ -32,7 +32,7 @@ import torch
 torch.set_num_threads(1)
 x, w = torch.zeros(8, 8), torch.zeros(8, 8)
 observe, observe_gradient = torch.ops.mxprobe.observe.default, torch.ops.mxprobe.observe_gradient.default
-seconds = min(timeit.repeat(lambda: observe_gradient(x, observe(x, w)), number=5000, repeat=7)) / 5000
+seconds = min(timeit.repeat(lambda: observe_gradient(x, observe(x, w, x)), number=5000, repeat=7)) / 5000
 print(f"both operators of a Linear: {1e6 * seconds:.1f} us")
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
         try:
             for name, flags in (("without", []), ("planted", PLANT)):
                 out = Path(directory, name)
-                targets.append(start(out, job(flags, COMPILED, str(out), str(options.tokens), str(options.width))))
+                targets.append(start(out, job(flags, COMPILED, str(out), str(options.tokens), str(options.width), "0")))
                 turn(targets[-1], 3)  # compiles
             before = os.getloadavg()[0]
             turns = [tuple(turn(target, options.steps) for target in targets) for _ in range(options.rounds)]

@@ -192,9 +192,12 @@ class ModuleProbe:
         elif not in_backward():
             self._on_no_grad_call(reading)
 
-    def on_training_call(self, reading: Reading) -> None:
-        """A call with gradient, of a module that trains; by the forward hook, or by an operator in a compiled graph."""
-        recomputed = in_backward()
+    def on_training_call(self, reading: Reading, *, is_repetition: bool | None = None) -> None:
+        """A call with gradient, of a module that trains; by the forward hook, or by an operator in a compiled graph.
+
+        `is_repetition`: of a checkpointed region; None where it is told by the backward pass around it.
+        """
+        recomputed = in_backward() if is_repetition is None else is_repetition
         if recomputed and not self._reentrant:
             if self._train_seen:
                 return  # counted in the first pass

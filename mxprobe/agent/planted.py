@@ -1,8 +1,8 @@
 """Calls inside graphs of torch.compile, where no module hook fires: told by operators that `mxprobe run` planted there.
 
 They were planted before the model was compiled (`mxprobe/attach/startup/planting.py`) and know nothing of modules: a
-call is told from the others by the address of its weight. Only the operands of the three GEMMs are seen, so that y may
-be fused with what follows it. A module that the compiler left out calls its hook instead: both are listened to.
+call is told from the others by the address of its weight. Its output is seen too, but not in a checkpointed region,
+where it would be computed once more for that. A module that the compiler left out calls its hook: both are listened to.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import nn
 
 from mxprobe.agent.adapters.adapter import Reading, held
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard, is_off_limits, is_plain
+from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain
 from mxprobe.agent.hooks import ModuleProbe
 
 PLANTING = "_mxprobe_planting"
 """The module that holds the operators, where they are."""
 EVENT = "planted"
 NOT_BIT_EXACT = "operators are planted in what torch.compile makes: the run is not bit for bit what it is without them"
-NOTE = "planted: seen by an operator in the compiled graph, which does not show its output"
+NOTE = "planted: seen by an operator in the compiled graph"
+CHECKPOINTED = f"{NOTE}, which does not show the output of a checkpointed region"
 
 Receive = Callable[[torch.Tensor], None]
 
@@ -69,12 +70,12 @@ class PlantedOps:
 
     # Called by the operators, in the threads that run the graphs.
 
-    def on_operands(self, x: torch.Tensor, w: torch.Tensor, ticket: torch.Tensor) -> None:
+    def on_operands(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor | None, ticket: torch.Tensor) -> None:
         if os.getpid() != self._pid:
             return
         started = time.perf_counter_ns()
         try:
-            self._on_operands(x, w, ticket)
+            self._on_operands(x, w, y, ticket)
         except Exception as error:
             self._guard.swallow("planted operator", error)
         self._clock.hook_ns += time.perf_counter_ns() - started
@@ -84,11 +85,15 @@ class PlantedOps:
         if receive is not None:
             receive(g)
 
-    def _on_operands(self, x: torch.Tensor, w: torch.Tensor, ticket: torch.Tensor) -> None:
+    def _on_operands(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor | None, ticket: torch.Tensor) -> None:
+        if _comes_again():
+            return
         probe = self._probe_of(w)
         if probe is None or not probe.armed or not x.numel() or is_off_limits(x):
             return
-        probe.on_training_call(Reading(x, None, None, withheld=NOTE, on_gradient=partial(self._await, ticket)))
+        note = CHECKPOINTED if y is None else NOTE
+        reading = Reading(x, None, y, withheld=note, on_gradient=partial(self._await, ticket))
+        probe.on_training_call(reading, is_repetition=False)
 
     def _await(self, ticket: torch.Tensor, receive: Receive) -> None:
         self._waiting[ticket.data_ptr()] = (ticket, receive)
@@ -101,6 +106,13 @@ class PlantedOps:
             self._by_address = _addresses(self._probes)
             probe = self._by_address.get(address)
         return probe
+
+
+def _comes_again() -> bool:
+    """Whether the graph runs in a region that is checkpointed around it: G will carry the ticket of the second run."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
+    hooks = None if top is None or in_backward() else top(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _addresses(probes: list[ModuleProbe]) -> dict[int, ModuleProbe]:

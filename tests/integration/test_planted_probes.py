@@ -14,16 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import mxprobe as package
-from mxprobe.agent.planted import EVENT, NOT_BIT_EXACT, NOTE, PLANTING
+from mxprobe.agent.planted import CHECKPOINTED, EVENT, NOT_BIT_EXACT, NOTE, PLANTING
+from mxprobe.attribution import recommend
 from mxprobe.errors import TraceError
-from mxprobe.schema import COUNTS, ENERGY_SUMS, Role
-from mxprobe.trace import open_trace
+from mxprobe.schema import COUNTS, ENERGY_SUMS, Role, Verdict
+from mxprobe.trace import TraceWriter, open_trace
 from tests.attach_targets import MXPROBE, mxprobe, until
 from tests.standin_controller import agent_thread, controlled, wait_for
+from tests.synthetic import columns_of
 
 EVERY = 3
 PLANTED_FILE = Path(package.__file__).parent / "attach" / "startup" / "planting.py"
@@ -77,19 +81,31 @@ class Net(nn.Module):
         return self.down(h)
 
 
+OUTPUT_ENERGIES = ("ref2", "realised2", "predicted2", "residual2")
+
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 class Run:
     """A model whose weights never change and whose steps are all alike, attached for a few probed steps."""
 
-    def __init__(self, directory: Path, *, checkpointed: bool = False, compiled: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        checkpointed: bool = False,
+        compiled: str = "",
+        n_probed: int = 2,
+        around: bool = False,
+    ) -> None:
+        """`checkpointed`: a region of the graph; `around`: all of it, by eager code."""
         self.n_compiled = 0
         torch.manual_seed(0)
-        self._x = torch.randn(4, 8, 32, requires_grad=checkpointed)
+        self._x = torch.randn(4, 8, 32, requires_grad=checkpointed or around)
         net = Net(checkpointed=checkpointed, by_two=not compiled)
         self.net: Any = torch.compile(net, backend=self._backend, fullgraph=True) if compiled else net
         self._compiled = compiled
+        self._around = around
         self._optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
         for _ in range(2):
             self.step()
@@ -97,7 +113,7 @@ class Run:
         directory.mkdir()
         with controlled(directory, every=EVERY, weights_every=EVERY, sensitivity_every=0) as controller:
             with agent_thread(controller):
-                self._train_until(lambda: sum(r["probed"] for r in controller.rows.get("overhead", [])) >= 2)
+                self._train_until(lambda: sum(r["probed"] for r in controller.rows.get("overhead", [])) >= n_probed)
                 controller.send({"verb": "status"})
                 self._train_until(lambda: any(frame["verb"] == "status" for frame in controller.frames))
                 controller.send({"verb": "detach"})
@@ -108,6 +124,8 @@ class Run:
             self.rows: Rows = {(row["module"], row["role"]): row for row in controller.rows["tensors"]}
             rows = [(row["step"], row["module"], row["role"]) for row in controller.rows["tensors"]]
             assert len(rows) == len(set(rows))
+            self.tables = dict(controller.rows)
+            self.outputs = {row["module"]: row for row in controller.rows.get("outputs", [])}
             self.n_errors = controller.frame("detached")["n_errors"]
         self.step()
 
@@ -116,7 +134,8 @@ class Run:
         return torch._dynamo.lookup_backend(self._compiled)(graph, inputs)
 
     def step(self) -> None:
-        self.net(self._x).square().mean().backward()
+        y: Any = checkpoint(self.net, self._x, use_reentrant=False) if self._around else self.net(self._x)
+        y.square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -168,8 +187,76 @@ def test_a_compiled_model_shows_the_operands_that_hooks_show_of_the_eager_one(
     assert planted.status["planted_probes"]
     assert planted.events[EVENT] == NOT_BIT_EXACT
     for name, row in planted.modules.items():
-        assert (row["status"], row["reason"]) == ("probed", NOTE)
+        note = CHECKPOINTED if checkpointed and name != "down" else NOTE
+        assert (row["status"], row["reason"]) == ("probed", note)
         assert row["train_rows"] == sum(hooked.modules[call]["train_rows"] for call in calls[name])
+
+    assert planted.outputs.keys() == ({"down"} if checkpointed else {"up", "twice", "down"})
+    for module, row in planted.outputs.items():
+        assert any(same_output(row, hooked.outputs[call]) for call in calls[module]), module
+
+
+def test_a_graph_in_a_checkpointed_region_is_seen_once_and_whole(planting: ModuleType, tmp_path: Path) -> None:
+    hooked = Run(tmp_path / "eager", around=True)
+    planted = Run(tmp_path / "compiled", around=True, compiled="aot_eager")
+    assert planted.n_errors == hooked.n_errors == 0
+    assert planted.outputs.keys() == {"up", "twice", "down"}
+    for module in ("up", "down"):
+        assert same_output(planted.outputs[module], hooked.outputs[module])
+        assert planted.modules[module]["train_rows"] == hooked.modules[module]["train_rows"]
+        for role in map(str, Role):
+            assert same_sums(planted.rows[module, role], hooked.rows[module, role], exact=True), (module, role)
+
+
+def same_output(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    told = ("n_rows", "recipe_x", "recipe_w", "exact")
+    return [row[name] for name in told] == [other[name] for name in told] and all(
+        row[name] == pytest.approx(other[name], rel=1e-6, abs=1e-12 * other["ref2"]) for name in OUTPUT_ENERGIES
+    )
+
+
+def test_the_verdict_is_that_of_the_eager_model(planting: ModuleType, tmp_path: Path) -> None:
+    answers = []
+    for name, compiled in (("eager", ""), ("compiled", "aot_eager")):
+        run = Run(tmp_path / name, compiled=compiled, n_probed=9)
+        with TraceWriter(tmp_path / f"{name}.mxprobe", {}) as writer:
+            for table, rows in run.tables.items():
+                writer.append(table, columns_of(rows))
+        answers.append(recommend(open_trace(tmp_path / f"{name}.mxprobe")))
+    eager, planted = answers
+    assert planted.verdict is eager.verdict is Verdict.NOTHING_QUANTIZED
+    assert (planted.component, planted.chosen) == (eager.component, eager.chosen)
+
+
+def test_no_output_is_kept_or_computed_again_for_it(planting: ModuleType) -> None:
+    """Seen in what passes from the forward to the backward graph, and in the products of the latter."""
+    for checkpointed in (False, True):
+        kept, products = graph_sizes(checkpointed)
+        nn.Linear.forward, planted = nn.Linear.forward.__wrapped__, nn.Linear.forward  # type: ignore[attr-defined]
+        plain_kept, plain_products = graph_sizes(checkpointed)
+        nn.Linear.forward = planted
+        assert plain_kept < kept <= plain_kept + 4 * 4
+        assert 0 < products <= plain_products
+
+
+def graph_sizes(checkpointed: bool) -> tuple[int, int]:
+    """(bytes that the forward graph returns, products in the backward graph) of a region and what follows it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
+    torch.compiler.reset()
+    net = torch.compile(Net(checkpointed=checkpointed, by_two=False), backend=backend, fullgraph=True)
+    net(torch.randn(4, 8, 32, requires_grad=True)).square().mean().backward()
+    forward, backward = graphs
+    (returned,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
+    values = [node.meta["val"] for node in returned if node is not None and node.op != "placeholder"]
+    n_bytes = sum(value.numel() * value.element_size() for value in values)
+    return n_bytes, sum("mm" in str(node.target) for node in backward.graph.nodes)
 
 
 def test_what_is_no_training_graph_is_left_alone(planting: ModuleType) -> None:
