@@ -33,7 +33,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.extent import Extent, element_bytes
 from mxprobe.agent.guard import Guard, in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.agent.sampling import seed_of, take
-from mxprobe.agent.snapshot import Chosen, Snapshot, choose_rows, choose_tiles
+from mxprobe.agent.snapshot import Chosen, Snapshot, choose_rows, choose_tiles, copied_outputs
 from mxprobe.agent.weights import WeightSample, sample_weight
 from mxprobe.schema import Phase
 
@@ -328,7 +328,7 @@ class ModuleProbe:
             alike = placement.x_tokens.count == placement.g_tokens.count
             chosen = choose_rows(x, **how) if alike else Chosen(choose_tiles(x, **how))
             index = chosen.index
-            y, y_watched = _outputs(reading.y, weight, index)
+            y, y_watched = copied_outputs(reading.y, weight, index)
             g_index, x_of_gradient = self._rows_of_gradient(reading, placement, seed)
             return Snapshot(
                 module=self.name,
@@ -374,19 +374,6 @@ class ModuleProbe:
 
 def _operand(reading: Reading, rows: torch.Tensor) -> torch.Tensor:
     return rows if reading.operand is None else reading.operand(rows).clone()
-
-
-def _outputs(
-    y: torch.Tensor | None, weight: WeightSample, index: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Copies of y at the sampled rows: of the sampled output features, and of the watched ones."""
-    if y is None:
-        return None, None
-    whole = y.detach().reshape(-1, y.shape[-1])
-    sampled = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
-    if weight.watched is weight.rows:
-        return sampled, sampled
-    return sampled, take(whole.index_select(1, weight.watched_index), index)
 
 
 def _rows(x: torch.Tensor) -> int:

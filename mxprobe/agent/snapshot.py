@@ -168,6 +168,19 @@ def _joined(first: Snapshot, a: torch.Tensor | None, second: Snapshot, b: torch.
     return None if a is None or b is None else torch.cat((first.single(a), second.single(b)))
 
 
+def copied_outputs(
+    y: torch.Tensor | None, weight: WeightSample, index: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Copies of y at the sampled rows: of the sampled output features, and of the watched ones."""
+    if y is None:
+        return None, None
+    whole = y.detach().reshape(-1, y.shape[-1])
+    sampled = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
+    if weight.watched is weight.rows:
+        return sampled, sampled
+    return sampled, take(whole.index_select(1, weight.watched_index), index)
+
+
 def event_now(device: torch.device) -> Any:
     """The current point of the device's current CUDA stream; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
