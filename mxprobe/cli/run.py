@@ -47,7 +47,7 @@ def command(output: Path | None, emulate: str | None, record: bool, plant_probes
     is built, and what was left out is printed. `NAME@rollout` is for generation alone, `NAME@train` for all else.
 
     --plant-probes changes what torch.compile makes of a model: an operator that does nothing stands behind each
-    nn.Linear in a training graph, until a probed step, in which it shows the Linear's operands. The run is not bit
+    nn.Linear in a training graph, until a probed step, in which it shows operands and output. The run is not bit
     for bit what it is without. Nothing else sees calls inside a compiled graph while it runs as compiled.
     """
     from mxprobe.attach.job import is_launcher
