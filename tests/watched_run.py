@@ -97,7 +97,10 @@ def agent_beside(controller: StandinController) -> Generator[threading.Thread]:
     thread.start()
     try:
         wait_for(
-            lambda: optimizer_hooks._global_optimizer_post_hooks or not thread.is_alive(), "the agent does nothing"
+            lambda: (
+                optimizer_hooks._global_optimizer_post_hooks or controller.attached.is_set() or not thread.is_alive()
+            ),
+            "the agent does nothing",
         )
         yield thread
     except BaseException:
@@ -108,9 +111,9 @@ def agent_beside(controller: StandinController) -> Generator[threading.Thread]:
         assert not thread.is_alive(), "the agent did not leave"
 
 
-def step_until_it_has_left(run: Run, controller: StandinController) -> None:
-    """STEPS with the agent, which is triggered and asked for its status meanwhile; then it is asked to leave, and the
-    run goes on until it has."""
+def step_until_it_has_left(run: Run, controller: StandinController, *asks: dict[str, Any]) -> None:
+    """STEPS with the agent, which is triggered, asked for its status and sent `asks` meanwhile; then it is asked to
+    leave, and the run goes on until it has."""
     with agent_beside(controller) as thread:
         deadline = time.monotonic() + PATIENCE_S
         n_steps, asked = 0, False
@@ -121,6 +124,8 @@ def step_until_it_has_left(run: Run, controller: StandinController) -> None:
             if n_steps == 3:
                 controller.send({"verb": "trigger", "reason": "test"})
                 controller.send({"verb": "status"})
+                for frame in asks:
+                    controller.send(frame)
             if not asked and (n_steps >= STEPS or len(run.losses) > 20 * STEPS):
                 asked = True
                 controller.send({"verb": "detach"})

@@ -160,7 +160,7 @@ class Session:
             if self._watch.with_grad or not self._watch.without_grad:
                 self._remove("no_step")
                 return {"reason": "no_step", "detail": seen}
-            models = [m for m in self._watch.without_grad.values() if _has_linear(m)]
+            models = [m for m in self._watch.without_grad.values() if self._can_serve(m)]
             if not models:
                 self._remove("no_model")
                 return {"reason": "no_model", "detail": f"{seen}, none of which holds a Linear"}
@@ -168,6 +168,14 @@ class Session:
             roots = {id(m) for m in outermost(models)}
             self._watch.on_enter = lambda module: self._on_serving_enter(module, roots)
         return None
+
+    def _can_serve(self, model: nn.Module) -> bool:
+        """False also where looking failed: the job may be changing its modules under our thread."""
+        try:
+            return _has_linear(model)
+        except Exception as error:
+            self.guard.swallow("looking at a model that serves", error)
+            return False
 
     def tick(self) -> None:
         """A moment of the agent's thread."""

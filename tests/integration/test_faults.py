@@ -12,8 +12,11 @@ import os
 import pkgutil
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -21,28 +24,10 @@ import torch
 
 import mxprobe.agent
 from mxprobe.agent import hooks
-from tests import standin_sinks
+from tests.fault_runs import CONFIG, KINDS, codes_entered, with_a_sink
 from tests.standin_controller import StandinController, controlled
-from tests.watched_run import (
-    SINK,
-    Run,
-    errors_told,
-    fingerprint_alone,
-    step_until_it_has_left,
-    what_is_left,
-)
+from tests.watched_run import SINK, errors_told, fingerprint_alone, step_until_it_has_left, what_is_left
 
-CONFIG: dict[str, Any] = {
-    "every": 2,
-    "weights_every": 4,
-    "whatifs": ("of:0.5",),
-    "record": True,
-    "sensitivity_every": 10,
-    "replay_every": 6,
-    "replay_arms": ("q", "high"),
-    "gradient_probes": 1,
-    "error_budget": 6,
-}
 # What torch, the interpreter or a wrapped function of the user's calls directly, and what their `except` clauses call:
 # they hold the guards. To replace one is to replace what is to be tested.
 GUARDS = {
@@ -151,19 +136,25 @@ def plant(patch: pytest.MonkeyPatch, name: str, error: BaseException) -> Fault:
 
 @pytest.fixture(autouse=True)
 def sink(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, _ = standin_sinks.verl(standin_sinks.WandbRun())
-    standin_sinks.install(monkeypatch, {SINK: module})
+    with_a_sink(monkeypatch)
 
 
-def run_with(name: str, error: BaseException, directory: Path) -> tuple[Fault, StandinController]:
-    """A run with the fault: its bits, and what is left, are checked here."""
-    watched = Run()
-    with pytest.MonkeyPatch.context() as patch, controlled(directory, **CONFIG) as controller:
-        fault = plant(patch, name, error)
-        step_until_it_has_left(watched, controller)
-    assert watched.fingerprint() == fingerprint_alone(len(watched.losses)), "other bits"
-    left = {} if name in WAYS_OUT else what_is_left(watched.model)
-    assert left == {}, f"left: {left}"
+def run_with(
+    name: str, error: BaseException, directory: Path, kind: str = "dense"
+) -> tuple[Fault | None, StandinController]:
+    """A run of that kind with the fault, or without one for "": its bits, and what is left, are checked here."""
+    how, fault = KINDS[kind], None
+    with pytest.MonkeyPatch.context() as outer:
+        how.prepare(outer)
+        watched = how.make()
+        with pytest.MonkeyPatch.context() as patch, controlled(directory, **{**CONFIG, **how.config}) as controller:
+            if name:
+                fault = plant(patch, name, error)
+            step_until_it_has_left(watched, controller, *how.asks)
+        if how.keeps_bits:
+            left = {} if name in WAYS_OUT else what_is_left(watched.model)
+            assert left == {}, f"left: {left}"
+            assert watched.fingerprint() == fingerprint_alone(len(watched.losses), how.make), "other bits"
     return fault, controller
 
 
@@ -173,11 +164,7 @@ def ended(controller: StandinController) -> str:
 
 def test_without_a_fault(tmp_path: Path) -> None:
     """What the other tests of this file rely on: the run exercises the agent, which has nothing to complain of."""
-    watched = Run()
-    with controlled(tmp_path, **CONFIG) as controller:
-        step_until_it_has_left(watched, controller)
-    assert watched.fingerprint() == fingerprint_alone(len(watched.losses))
-    assert what_is_left(watched.model) == {}
+    _, controller = run_with("", RuntimeError(), tmp_path)
     assert (ended(controller), errors_told(controller)) == ("asked", [])
     assert {"tensors", "outputs", "gradients", "sensitivity", "replays", "flight", "signals"} <= set(controller.rows)
     assert "checkpoint_saved" in {row["kind"] for row in controller.rows["events"]}
@@ -216,6 +203,7 @@ BY_DEFAULT = ("hooks.ModuleProbe._on_call", "snapshot.Snapshot.add_gradient", "w
 def test_a_fault_is_told_of_and_harms_nobody(name: str, tmp_path: Path) -> None:
     error, reason, place = PLANTED[name]
     fault, controller = run_with(name, error, tmp_path)
+    assert fault is not None
     assert fault.n_calls > 0
     assert ended(controller) == reason
     told = errors_told(controller)
@@ -224,6 +212,13 @@ def test_a_fault_is_told_of_and_harms_nobody(name: str, tmp_path: Path) -> None:
         assert f"{place}: {type(error).__name__}: {error}" in told
     if reason == "error_budget":
         assert controller.frame("detached")["n_errors"] > CONFIG["error_budget"]
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_looked_at_is_not_served(tmp_path: Path) -> None:
+    _, controller = run_with("session._has_linear", RuntimeError("planted"), tmp_path, "engine")
+    assert controller.frame("failed")["reason"] == "no_model"
+    assert errors_told(controller) == ["looking at a model that serves: RuntimeError: planted"]
 
 
 def test_words_that_fail_are_not_needed(tmp_path: Path) -> None:
@@ -251,29 +246,69 @@ def test_a_fault_in_every_function(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def plant_everywhere(directory: Path, *parts: str) -> None:
-    """Each fault in a fork of this process, which has imported everything and run nothing."""
-    names = [name for name in callables() if name not in GUARDS and any(part in name for part in parts or ("",))]
-    for number, name in enumerate(names):
-        sys.stdout.flush()
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            continue
+def kinds_that_call(directory: Path) -> dict[str, str]:
+    """Function -> the first kind of run that calls it; none where none does."""
+    codes = {code_of(name): name for name in callables()}
+    found: dict[str, str] = {}
+    for kind in KINDS:
+        for name in in_fork(directory / kind, lambda at, kind=kind: names_called(codes, kind, at)):
+            if name in codes.values():
+                found.setdefault(name, kind)
+            else:
+                print(f"FAILED without a fault, {kind}: {name}")
+    return found
+
+
+def code_of(name: str) -> CodeType:
+    owner, attribute = callables()[name]
+    raw = vars(owner)[attribute]
+    function = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
+    return unwrap(function).__code__
+
+
+def names_called(codes: dict[CodeType, str], kind: str, directory: Path) -> list[str]:
+    entered = codes_entered(lambda: run_with("", RuntimeError(), directory, kind))
+    return [codes[code] for code in entered if code in codes]
+
+
+def fault_in(name: str, kind: str, directory: Path) -> list[str]:
+    fault, controller = run_with(name, RuntimeError("planted"), directory, kind)
+    assert fault is not None
+    return [f"{name}: {fault.n_calls} calls, {kind}, ended {ended(controller) or 'without a word'}"]
+
+
+def in_fork(directory: Path, act: Callable[[Path], list[str]]) -> list[str]:
+    """Lines told by `act` in a fork of this process, which has imported everything and run nothing."""
+    directory.mkdir()
+    told = directory / "told"
+    child = os.fork()
+    if not child:
         try:
-            (directory / str(number)).mkdir()
-            with pytest.MonkeyPatch.context() as patch:
-                module, _ = standin_sinks.verl(standin_sinks.WandbRun())
-                standin_sinks.install(patch, {SINK: module})
-                fault, controller = run_with(name, RuntimeError("planted"), directory / str(number))
-            print(f"{name}: {fault.n_calls} calls, ended {ended(controller) or 'without a word'}")
+            lines = act(directory)
         except BaseException as error:
-            print(f"FAILED {name}: {type(error).__name__}: {error}")
+            lines = [f"{type(error).__name__}: {error}".replace("\n", " ")]
+        try:
+            told.write_text("\n".join(lines))
         finally:
-            sys.stdout.flush()
             os._exit(0)
+    os.waitpid(child, 0)
+    return told.read_text().splitlines() if told.exists() else ["died"]
+
+
+def plant_everywhere(directory: Path, *parts: str) -> None:
+    """A fault in each function of which the name has one of the parts."""
+    kinds = kinds_that_call(directory)
+    names = [name for name in callables() if any(part in name for part in parts or ("",))]
+    for name in names:
+        if name not in kinds:
+            print(f"NOT CALLED {name}")
+        elif name not in GUARDS:
+            lines = in_fork(directory / name, lambda at, name=name: fault_in(name, kinds[name], at))
+            is_told = lines[0].startswith(f"{name}: ")
+            print(lines[0] if is_told else f"FAILED {name}, {kinds[name]}: {lines[0]}", flush=True)
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     plant_everywhere(Path(sys.argv[1]), *sys.argv[2:])
