@@ -34,6 +34,7 @@ GUARDS = {
     "batch.BatchTaps._listen",
     "boot._Agent._at_exit",
     "boot.start",
+    "engines.sync.WeightSync._on_load",
     "flight.FlightTap._on_enter",
     "flight.FlightTap._on_leave",
     "guard.Guard.swallow",

@@ -91,8 +91,11 @@ class WeightSync:
         self._splices.ensure_wrapped()
 
     def _on_load(self, tap: Tap, arguments: dict[str, Any]) -> bool:
-        self.is_due = self._is_new = True
-        self._calls[tap.function] += 1
+        try:
+            self.is_due = self._is_new = True
+            self._calls[tap.function] += 1
+        except Exception as error:
+            self._guard.swallow(tap.source, error)
         return False
 
     def take(self, roots: Sequence[nn.Module], max_bytes: int = PASS_BYTES) -> Held | None:
