@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,7 +65,7 @@ TARGET = """
 import os, sys, time
 import torch
 from torch import nn
-out, n_tokens, width = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+out, n_tokens, width, n_uneven = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 torch.manual_seed(0)
 torch.set_num_threads(1)
 class Block(nn.Module):
@@ -86,11 +86,17 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embed(input_ids)))
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
+def gradients(rows, length):
+    ids = torch.randint(0, 1024, (rows, length))
+    nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+for _ in range(n_uneven):
+    gradients(int(torch.randint(1, 2 * n_tokens // 128 + 1, ())), int(torch.randint(8, 256, ())))
+    optimizer.step()
+    optimizer.zero_grad()
 log, step = open(out, "w", buffering=1), 0
 while True:
     cpu_s, wall_s = time.thread_time(), time.perf_counter()
-    ids = torch.randint(0, 1024, (n_tokens // 128, 128))
-    nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients(n_tokens // 128, 128)
     optimizer.step()
     optimizer.zero_grad()
     step += 1
@@ -295,12 +301,14 @@ def measure_whole(pairs: int, period: int, n_tokens: int) -> None:
 
 
 @contextmanager
-def running_model(n_tokens: int, width: int) -> Iterator[tuple[Target, Path]]:
-    """The model, training, and a directory for its traces."""
+def running_model(
+    n_tokens: int, width: int, *, n_uneven: int = 0, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[Target, Path]]:
+    """The model, training, and a directory for its traces; `n_uneven` steps of other lengths come first."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name, "steps")
-        command = [sys.executable, "-c", TARGET, str(out), str(n_tokens), str(width)]
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        command = [sys.executable, "-c", TARGET, str(out), str(n_tokens), str(width), str(n_uneven)]
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})})
         try:
             target = Target(process, out)
             target.wait_for(3)
