@@ -43,9 +43,13 @@ class Listening:
         self._n_signals = 0
         self._last_flush = time.monotonic()
         self._signals = SignalTaps(self._on_signals, self._on_error, self._on_event)
-        self._signals.ensure_wrapped()
-        self._on_event("attached", "metrics: no torch in this process, its signals alone")
-        self._transport.control({"verb": "attached", "roots": [], "modules": 0, "role": self.role, "step": 0})
+        try:
+            self._signals.ensure_wrapped()
+            self._on_event("attached", "metrics: no torch in this process, its signals alone")
+            self._transport.control({"verb": "attached", "roots": [], "modules": 0, "role": self.role, "step": 0})
+        except BaseException:
+            self._signals.unwrap()
+            raise
 
     @property
     def worker(self) -> Listening:

@@ -41,11 +41,15 @@ class RecipeSwitch:
         self._lock = threading.Lock()
         self._pending: Request | None = None
         self._ready = False
+        self._is_closed = False
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """id of an emulation -> it, and the recipe last told of it."""
 
     def ask(self, request: Request, *, step: int, is_trainer: bool) -> None:
         """In the agent's thread. Answers at once where the request is refused."""
+        if self._is_closed:  # it came while the last rows were acknowledged
+            self._refuse(request, "left", "the probe is leaving")
+            return
         with self._lock:
             waiting = self._pending
             if waiting is None:
@@ -103,6 +107,7 @@ class RecipeSwitch:
 
     def close(self) -> None:
         """In the agent's thread. The step hook stays where something is emulated."""
+        self._is_closed = True
         api = sys.modules.get("mxprobe.emulation.api")
         if api is not None and between_steps(_HOOK_PATIENCE_S):
             api.stop_counting()

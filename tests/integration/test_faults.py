@@ -44,6 +44,7 @@ GUARDS = {
     "milestones.Milestones._listen",
     "milestones.Milestones._on_optimizer_state",
     "milestones.Milestones._on_weights",
+    "planted.PlantedOps.on_operands",
     "replay.live.Replays._fail",
     "replay.live.Replays._give_up",
     "replay.live.Replays._on_enter",
@@ -63,6 +64,7 @@ WAYS_OUT = {
     "forward_hooks.ForwardHooks.remove",
     "hooks.ModuleProbe._disarm",
     "hooks.ModuleProbe.remove",
+    "listening.Listening.abandon",
     "milestones.Milestones.remove",
     "noise.NormWatch.remove",
     "roots.RootWatch.close",
@@ -220,6 +222,16 @@ def test_a_model_that_cannot_be_looked_at_is_not_served(tmp_path: Path) -> None:
     _, controller = run_with("session._has_linear", RuntimeError("planted"), tmp_path, "engine")
     assert controller.frame("failed")["reason"] == "no_model"
     assert errors_told(controller) == ["looking at a model that serves: RuntimeError: planted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ledger.Ledger.on_switch_answer", "asked"), ("listening.Listening._on_event", "logger")]
+)
+def test_nothing_is_put_in_by_an_agent_that_fails_as_it_comes_or_goes(name: str, kind: str, tmp_path: Path) -> None:
+    fault, _ = run_with(name, RuntimeError("planted"), tmp_path, kind)
+    assert fault is not None
+    assert fault.n_calls > 0
 
 
 def test_words_that_fail_are_not_needed(tmp_path: Path) -> None:
