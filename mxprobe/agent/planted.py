@@ -81,9 +81,12 @@ class PlantedOps:
         self._clock.hook_ns += time.perf_counter_ns() - started
 
     def on_gradient(self, g: torch.Tensor, ticket: torch.Tensor) -> None:
-        _, receive = self._waiting.pop(ticket.data_ptr(), (None, None))
-        if receive is not None:
-            receive(g)
+        try:
+            _, receive = self._waiting.pop(ticket.data_ptr(), (None, None))
+            if receive is not None:
+                receive(g)
+        except Exception as error:
+            self._guard.swallow("planted operator's gradient", error)
 
     def _on_operands(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor | None, ticket: torch.Tensor) -> None:
         if _comes_again():

@@ -44,6 +44,7 @@ GUARDS = {
     "milestones.Milestones._listen",
     "milestones.Milestones._on_optimizer_state",
     "milestones.Milestones._on_weights",
+    "planted.PlantedOps.on_gradient",
     "planted.PlantedOps.on_operands",
     "replay.live.Replays._fail",
     "replay.live.Replays._give_up",
