@@ -250,11 +250,11 @@ def test_the_guards_exist() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("MXPROBE_FAULTS") != "all", reason="ten minutes; MXPROBE_FAULTS=all")
+@pytest.mark.skipif(os.environ.get("MXPROBE_FAULTS") != "all", reason="half an hour and more; MXPROBE_FAULTS=all")
 def test_a_fault_in_every_function(tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=3600, check=False)
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=7200, check=False)
     print(done.stdout)
     assert [line for line in done.stdout.splitlines() if line.startswith("FAILED")] == []
     assert done.returncode == 0
