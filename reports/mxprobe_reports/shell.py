@@ -23,6 +23,7 @@ NAVIGATION = (
     ("layers-card", "All layers"),
     ("realised", "Realised"),
     ("depth", "Depth"),
+    ("experts", "Experts"),
     ("claims", "Claims"),
     ("coverage", "Coverage"),
     ("quality", "Quality"),

@@ -19,8 +19,9 @@ from mxprobe.trace import TraceWriter, open_trace
 from mxprobe.trace.arrow import columns_of
 from mxprobe.trace.chunks import chunks
 from mxprobe.trace.thinning import Windows, add_up
-from mxprobe_reports import coverage
+from mxprobe_reports import coverage, shell
 from mxprobe_reports import experts as page
+from mxprobe_reports.markup import Html
 from tests.moe_models import tiny, tokens
 from tests.report_frames import modules_table, recommendation
 from tests.unit.test_moe_experts import Watched, rows_of
@@ -122,6 +123,7 @@ def test_routing_is_added_and_the_flipped_tokens_share_told(mixture: Mixture):
 
 def test_the_page_names_layer_expert_and_router(mixture: Mixture):
     html = page.section(mixture)
+    assert '<a href="#experts">Experts</a>' in shell.render("run", ["steps"], html, {}, controls=Html(""))
     assert f"<code>{LAYER}.gate_up_proj</code></td><td" in html
     assert GATE in html
     assert "25.0 %" in html
