@@ -8,7 +8,8 @@ on. A machine too busy for that takes up to a quarter longer, and makes fewer cy
 detach, in the job: memory, threads, file descriptors, mappings (`/proc`), hooks of torch, modules of ours and all
 objects (by its own account, on a signal). The same of the process that attaches, in which every controller has run.
 
-Memory is held against the number of cycles by least squares, without the first tenth of the cycles, in which torch and
+Resident memory is what malloc has handed out and what it keeps; where the first is level, nothing is leaked. Memory is
+held against the number of cycles by least squares, without the first tenth of the cycles, in which torch and
 the allocator fill their caches. A leak of one attach would show as a slope: it is printed with its 95 % interval. At
 the end the losses are held against those of a run that nobody attached to.
 """
@@ -37,8 +38,10 @@ from mxprobe.protocol import AgentConfig
 
 CONFIG = AgentConfig(every=5, weights_every=20, sensitivity_every=50, record=True, max_overhead=0.03)
 STUCK_S = 60.0
+BYTES = {"rss_bytes": "resident memory, MB", "allocated_bytes": "handed out by malloc, MB"}
+COUNTS = ("threads", "descriptors", "mappings", "hooks", "modules", "objects")
 TARGET = """
-import gc, hashlib, json, os, signal, sys, threading, time
+import ctypes, gc, hashlib, json, os, signal, sys, threading, time
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
@@ -49,6 +52,16 @@ torch.set_num_threads(1)
 body = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))
 model = nn.Sequential(nn.Embedding(50, 64), body, nn.LayerNorm(64), nn.Linear(64, 50, bias=False))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+class MallInfo(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+def allocated_bytes():
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33
+    if ask is None:
+        return 0
+    ask.restype = MallInfo
+    found = ask()
+    return found.uordblks + found.hblkhd
 def tell(*_):
     gc.collect()
     left = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
@@ -56,7 +69,8 @@ def tell(*_):
     left += len(optim._global_optimizer_post_hooks) + len(optim._global_optimizer_pre_hooks)
     ours = [name for name in sys.modules if name.partition(".")[0] in ("mxprobe", "mxprobe_kernels")]
     with open(out + ".told.new", "w") as file:
-        json.dump({"hooks": left, "modules": len(ours), "objects": len(gc.get_objects())}, file)
+        facts = {"hooks": left, "modules": len(ours), "objects": len(gc.get_objects())}
+        json.dump({**facts, "allocated_bytes": allocated_bytes()}, file)
     os.replace(out + ".told.new", out + ".told")
 signal.signal(signal.SIGUSR1, tell)
 losses = open(out, "w", buffering=1)
@@ -77,7 +91,7 @@ losses.write("end " + hashlib.sha256(state).hexdigest() + "\\n")
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process holds. `hooks`, `modules` and `objects` are known of the job alone."""
+    """What one process holds. What comes after `mappings` is known of the job alone."""
 
     rss_bytes: int
     threads: int
@@ -86,6 +100,7 @@ class Sample:
     hooks: int = 0
     modules: int = 0
     objects: int = 0
+    allocated_bytes: int = 0
 
 
 @dataclass
@@ -199,19 +214,21 @@ def table(result: Result) -> str:
         "|---|---|---|",
     ]
     tenth = max(result.cycles // 10, 1)
-    for what in ("rss_bytes", "threads", "descriptors", "mappings", "hooks", "modules", "objects"):
+    for what in ("rss_bytes", "allocated_bytes", *COUNTS):
         of_job, of_us = ([getattr(s, what) for s in samples] for samples in (result.job, result.mxprobe))
-        scale = 1e-6 if what == "rss_bytes" else 1
+        scale = 1e-6 if what in BYTES else 1
         job, us = (
             ", ".join(f"{scale * v:.1f}" if scale != 1 else str(v) for v in values)
             for values in ((of_job[0], of_job[tenth], of_job[-1]), (of_us[tenth], of_us[-1]))
         )
-        lines.append(f"| {what.replace('rss_bytes', 'resident memory, MB')} | {job} | {us if any(of_us) else ''} |")
+        lines.append(f"| {BYTES.get(what, what)} | {job} | {us if any(of_us) else ''} |")
     cells: list[str] = []
     for samples in (result.job, result.mxprobe):
         gradient, half = slope([s.rss_bytes for s in samples])
         cells.append(f"{gradient / 1e3:+.1f} ± {half / 1e3:.1f}")
     lines.append(f"| slope of memory, kB per cycle, 95 % interval | {cells[0]} | {cells[1]} |")
+    gradient, half = slope([s.allocated_bytes for s in result.job])
+    lines.append(f"| slope of what malloc has handed out, kB per cycle | {gradient / 1e3:+.1f} ± {half / 1e3:.1f} | |")
     gradient, half = slope([s.objects for s in result.job])
     lines.append(f"| slope of objects, per cycle, 95 % interval | {gradient:+.1f} ± {half:.1f} | |")
     return "\n".join(lines)
