@@ -145,9 +145,9 @@ def wait_until(condition: Any, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-def slope(values: Sequence[float]) -> tuple[float, float]:
-    """Per cycle, by least squares over the cycles after the first tenth; and half of its 95 % interval."""
-    kept = values[max(len(values) // 10, 1) :]
+def slope(values: Sequence[float], without: float = 0.1) -> tuple[float, float]:
+    """Per cycle, by least squares, without so much of the beginning; and half of its 95 % interval."""
+    kept = values[max(int(without * len(values)), 1) :]
     n, middle = len(kept), (len(kept) - 1) / 2
     if n < 3:
         return 0.0, float("inf")
@@ -227,8 +227,9 @@ def table(result: Result) -> str:
         gradient, half = slope([s.rss_bytes for s in samples])
         cells.append(f"{gradient / 1e3:+.1f} ± {half / 1e3:.1f}")
     lines.append(f"| slope of memory, kB per cycle, 95 % interval | {cells[0]} | {cells[1]} |")
-    gradient, half = slope([s.allocated_bytes for s in result.job])
-    lines.append(f"| slope of what malloc has handed out, kB per cycle | {gradient / 1e3:+.1f} ± {half / 1e3:.1f} | |")
+    gradient, half = slope([s.allocated_bytes for s in result.job], without=0.5)
+    words = "slope of what malloc has handed out in the second half, kB per cycle"
+    lines.append(f"| {words} | {gradient / 1e3:+.1f} ± {half / 1e3:.1f} | |")
     gradient, half = slope([s.objects for s in result.job])
     lines.append(f"| slope of objects, per cycle, 95 % interval | {gradient:+.1f} ± {half:.1f} | |")
     return "\n".join(lines)
