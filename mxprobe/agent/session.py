@@ -134,14 +134,15 @@ class Session:
         self._ledger.guard = self.guard
         self.worker = Worker(config, self._ledger.recorder, self.guard)  # a thread: nothing before it may fail any more
         self._ledger.worker = self.worker
-        self._watch = RootWatch(self.guard.swallow)
+        undo: list[Callable[[], None]] = [lambda: self.worker.stop(0.0), self._eager.leave]
         try:
+            self._watch = RootWatch(self.guard.swallow)
+            undo.append(self._watch.close)
             self._eager.watch()
             self._unwatch_steps = watch_steps(self._on_optimizer_step)
         except BaseException:
-            self._eager.leave()
-            self._watch.close()
-            self.worker.stop(0.0)
+            for each in reversed(undo):
+                each()
             raise
 
     # Called by the agent's thread.

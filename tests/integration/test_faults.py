@@ -196,6 +196,8 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
     "worker.Worker._next_job": (MemoryError(), "worker_died", ""),
     "worker.Worker.__init__": (RuntimeError("can't start new thread"), "load_failed", ""),
     "session.Session.tick": (RuntimeError("planted"), "agent_failed", ""),
+    "roots._silence": (RuntimeError("planted"), "load_failed", ""),
+    "replay.sharded.is_sharded": (RuntimeError("planted"), "asked", "replays"),
 }
 BY_DEFAULT = ("hooks.ModuleProbe._on_call", "snapshot.Snapshot.add_gradient", "worker.Worker.measure")
 

@@ -92,12 +92,12 @@ class Replays:
         if not self.is_on:
             return []
         self._modules = dict(modules)
-        handles: list[Any] = []
+        inner = [module for root in roots for module in root.modules() if module is not root]
+        sharded = [module for module in inner if is_sharded(module)]  # may fail, unlike what follows
+        handles: list[Any] = [module.register_forward_pre_hook(self._on_gathered) for module in sharded]
         for root in roots:
             handles.append(root.register_forward_pre_hook(self._on_enter, with_kwargs=True))
             handles.append(root.register_forward_hook(self._on_leave))
-            sharded = [module for module in root.modules() if is_sharded(module) and module is not root]
-            handles += [module.register_forward_pre_hook(self._on_gathered) for module in sharded]
         return handles
 
     def plan(self, *, affordable: bool = True) -> None:
