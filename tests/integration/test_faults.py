@@ -58,6 +58,7 @@ GUARDS = {
     "session.Session._on_serving_enter",
     "signals.SignalTaps._listen",
     "taps.splice.Splice._hear",
+    "taps.table.Tap.source",
 }
 # What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
 WAYS_OUT = {

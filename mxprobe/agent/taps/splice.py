@@ -47,12 +47,12 @@ class Splice:
     def remove(self) -> bool:
         """Put the original back. False where somebody has wrapped ours since: ours then only passes calls on."""
         self.active = False
+        is_ours = vars(self.owner).get(self.tap.function) is self.wrapper
+        if is_ours:
+            setattr(self.owner, self.tap.function, self.original)
         for module_name, name in self.tap.also:
             self._give_back(sys.modules.get(module_name), name)
-        if vars(self.owner).get(self.tap.function) is not self.wrapper:
-            return False
-        setattr(self.owner, self.tap.function, self.original)
-        return True
+        return is_ours
 
     def _rebind(self, module: Any, name: str) -> None:
         held = vars(module).get(name) if module is not None else None
