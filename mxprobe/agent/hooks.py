@@ -40,6 +40,10 @@ from mxprobe.schema import Phase
 Submit = Callable[[Snapshot], None]
 
 
+TAKEN_OUT: Any = object()
+"""A hook's output where another hook of the same call has taken it out since: torch then calls it without kwargs."""
+
+
 class ModuleProbe:
     """Watches one module. `arm` and `finish_step` are called between steps, hooks in whatever thread runs them."""
 
@@ -160,8 +164,10 @@ class ModuleProbe:
     def saw_rollout(self) -> bool:
         return self._rollout_done
 
-    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self.armed:
+    def _forward_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = TAKEN_OUT
+    ) -> None:
+        if torch.compiler.is_compiling() or not self.armed or output is TAKEN_OUT:
             return
         if os.getpid() != self._pid:  # a forked child has no thread of ours, and perhaps a lock that stays taken
             self.armed = False

@@ -46,6 +46,8 @@ GUARDS = {
     "milestones.Milestones._on_weights",
     "planted.PlantedOps.on_gradient",
     "planted.PlantedOps.on_operands",
+    "moe.capture.ExpertsProbe._before",
+    "moe.capture.ExpertsProbe._forward_hook",
     "replay.live.Replays._fail",
     "replay.live.Replays._give_up",
     "replay.live.Replays._on_enter",
@@ -68,6 +70,7 @@ WAYS_OUT = {
     "hooks.ModuleProbe.remove",
     "listening.Listening.abandon",
     "milestones.Milestones.remove",
+    "moe.capture.ExpertsProbe._disarm",
     "noise.NormWatch.remove",
     "roots.RootWatch.close",
     "session.Session._remove",
@@ -226,6 +229,17 @@ def test_a_model_that_cannot_be_looked_at_is_not_served(tmp_path: Path) -> None:
     _, controller = run_with("session._has_linear", RuntimeError("planted"), tmp_path, "engine")
     assert controller.frame("failed")["reason"] == "no_model"
     assert errors_told(controller) == ["looking at a model that serves: RuntimeError: planted"]
+
+
+@pytest.mark.parametrize(
+    "name", ["moe.gemms.GemmWatch.enter", "moe.adapters._first_tensor", "moe.gemms.GemmWatch.leave"]
+)
+def test_a_probe_that_takes_itself_off_in_a_call_has_others_on_the_module(name: str, tmp_path: Path) -> None:
+    """torch goes on to call the other's hooks, which have been taken out, with other arguments."""
+    fault, controller = run_with(name, RuntimeError("planted"), tmp_path, "experts")
+    assert fault is not None
+    assert fault.n_calls > 0
+    assert ended(controller) == "error_budget"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch import nn
 
 from mxprobe.agent.adapters.adapter import Reading, first_argument
 from mxprobe.agent.guard import in_backward, is_off_limits, is_plain, undisturbed
-from mxprobe.agent.hooks import own_tensor
+from mxprobe.agent.hooks import TAKEN_OUT, own_tensor
 from mxprobe.agent.inventory import has_fused_path, is_compiled
 from mxprobe.agent.moe.gemms import Gemm, GemmWatch
 from mxprobe.agent.moe.numbers import own_experts
@@ -78,12 +78,13 @@ class ExpertsProbe(ManyExpertsProbe):
             self.train_rows = round(self.train_rows * self.rows_per_token)
             self.rollout_rows = round(self.rollout_rows * self.rows_per_token)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not self.armed or os.getpid() != self._pid:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        is_in = self.armed and kwargs is not None  # else another probe of the same module has just taken all out
+        if torch.compiler.is_compiling() or not is_in or os.getpid() != self._pid:
             return
         started = time.perf_counter_ns()
         try:
-            x = first_argument(args, kwargs, "hidden_states")
+            x = first_argument(args, kwargs or {}, "hidden_states")
             self._leave()  # of a forward that was interrupted
             if is_plain(x) and not is_off_limits(x) and self._is_wanted():
                 self._enter()
@@ -135,10 +136,16 @@ class ExpertsProbe(ManyExpertsProbe):
             self._watch = None
             watch.leave()
 
-    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._leave()
-        if not self.armed:
-            self._disarm()
+    def _forward_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = TAKEN_OUT
+    ) -> None:
+        try:
+            self._leave()
+            if not self.armed or output is TAKEN_OUT:
+                self._disarm()
+                return
+        except Exception as error:
+            self._guard.swallow(f"hook after {self.name}", error)
             return
         if output is None:  # it raised: some of its products are missing, and it may be called again
             self.why_unread = "its forward raised, or returned nothing"

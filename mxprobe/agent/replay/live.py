@@ -109,8 +109,10 @@ class Replays:
             if n and not self._given_up and self._clock.step >= self._next[what]:
                 self._wanted.add(what)
 
-    def _on_enter(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_enter(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling() or not self._wanted or self._call is not None:
+            return
+        if kwargs is None:  # taken out by another hook of the same call
             return
         if id(root) in self._unsuited or not torch.is_grad_enabled() or in_backward() or os.getpid() != self._pid:
             return
