@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import statistics
 import tempfile
 import time
@@ -46,9 +45,8 @@ def take_turns(targets: tuple[Target, Target], turns: int, turn_s: float) -> flo
     firsts = [max(target.steps(), default=0) + 1 for target in targets]
     for _ in range(turns):
         for target in targets:
-            os.kill(target.process.pid, signal.SIGCONT)
-            time.sleep(turn_s)
-            os.kill(target.process.pid, signal.SIGSTOP)
+            with target.going():
+                time.sleep(turn_s)
     seconds = [
         statistics.median(cpu_s for step, (cpu_s, _) in target.steps().items() if step >= first)
         for target, first in zip(targets, firsts, strict=True)
@@ -58,15 +56,13 @@ def take_turns(targets: tuple[Target, Target], turns: int, turn_s: float) -> flo
 
 def run_for(target: Target, seconds: float, attaches: int = 0) -> None:
     """Let it go on, attach and detach so many times, and stop it again."""
-    os.kill(target.process.pid, signal.SIGCONT)
     pid = str(target.process.pid)
-    with tempfile.TemporaryDirectory() as name:
+    with target.going(), tempfile.TemporaryDirectory() as name:
         for number in range(attaches):
             mxprobe("attach", pid, "-o", str(Path(name, f"{number}.mxprobe")), "--background", "--every", "5")
             time.sleep(ATTACHED_S)
             mxprobe("detach", pid)
-    time.sleep(seconds)
-    os.kill(target.process.pid, signal.SIGSTOP)
+        time.sleep(seconds)
 
 
 @dataclass(frozen=True)

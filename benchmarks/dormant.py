@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -49,9 +48,8 @@ def start(out: Path, command: list[str]) -> Target:
 
 def turn(target: Target, n_steps: int) -> float:
     """CPU seconds per step of a stopped process, which is let go on for so many, and stopped again."""
-    target.process.send_signal(signal.SIGCONT)
-    last = target.wait_for(n_steps)
-    target.process.send_signal(signal.SIGSTOP)
+    with target.going():
+        last = target.wait_for(n_steps)
     steps = target.steps()
     return statistics.median(steps[step][0] for step in range(last - n_steps + 1, last + 1))
 

@@ -31,6 +31,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -119,6 +120,13 @@ class Target:
         lines = self._out.read_text().splitlines() if self._out.exists() else []
         complete = [line.split() for line in lines if line.count(" ") == 2]
         return {int(step): (float(cpu_s), float(wall_s)) for step, cpu_s, wall_s in complete}
+
+    @contextmanager
+    def going(self) -> Iterator[None]:
+        """A stopped process is let go on, and stopped again."""
+        self.process.send_signal(signal.SIGCONT)
+        yield
+        self.process.send_signal(signal.SIGSTOP)
 
     def wait_for(self, n: int) -> int:
         """Let n more steps pass; returns the last."""

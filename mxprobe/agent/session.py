@@ -368,8 +368,13 @@ class Session:
 
     def _announce(self, roots: list[str], recipes: list[str]) -> None:
         """In the worker."""
-        how: dict[str, Any] = {"n_modules": len(self._probes), "kernels_ms": self._warm_up.took_ms}
-        self._ledger.announce(roots=roots, role=self.role, recipes=recipes, **how)
+        self._ledger.announce(
+            roots=roots,
+            role=self.role,
+            n_modules=len(self._probes),
+            recipes=recipes,
+            kernels_ms=self._warm_up.took_ms,
+        )
 
     def _on_serving_enter(self, module: nn.Module, roots: Any) -> None:
         """A root that serves begins a forward pass, in the thread that runs it."""
