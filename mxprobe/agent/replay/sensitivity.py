@@ -150,7 +150,7 @@ def measure_sensitivity(
     def measured(call: Call, mask: torch.Tensor | None) -> Sensitivity:
         return _measure(call, modules, errors, mask, recorded, seed, n_probes, max_rows, max_output_bytes)
 
-    if few is call or call.module in _WHOLE_ONLY:
+    if few is call:
         return measured(call, mask)
     try:
         return measured(few, few_mask)
@@ -223,7 +223,7 @@ def _few_samples(call: Call, mask: torch.Tensor | None, max_rows: int, seed: int
     if not can_be_cut(call):
         return call, mask
     n_batch, n = ids.shape[0], max(max_rows // max(ids.shape[1], 1), 1)
-    if n >= n_batch or n_batch == ids.shape[1] or (mask is not None and mask.shape[0] != n_batch):
+    if n >= n_batch or (mask is not None and mask.shape[0] != n_batch):
         return call, mask
     generator = torch.Generator(device=ids.device)
     generator.manual_seed(seed)
