@@ -14,10 +14,10 @@ by medians of steps. The interval is Student's t over the pairs. `--attaches 0` 
 it.
 
 A step's speed depends on where its tensors lie. A process that has only ever taken steps of one length has its heap in
-the best of orders, and whatever else it does (an evaluation, a batch of another length) makes its steps slower from
-then on, by several percent with `--uneven 0`, and once by an attach, too. So both processes take steps of many
-lengths first, as RL does, and the C library's allocator is kept from learning in both: it stops to give large buffers
-back to the system once it has seen one freed, ours or the job's, and steps become faster by as much.
+the best of orders, and whatever else it does makes its steps slower from then on: an attach (`--uneven 0`) as well as
+steps of other lengths without mxprobe (`--uneven 0 --attaches 0 --then-uneven`). So both processes take steps of many
+lengths first, as RL does. And the C library's allocator is kept from learning in both, without `--libc`: it stops to
+give large buffers back to the system once it has seen one freed, ours or the job's, and steps become faster.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -54,10 +55,13 @@ def take_turns(targets: tuple[Target, Target], turns: int, turn_s: float) -> flo
     return math.log(seconds[0] / seconds[1])
 
 
-def run_for(target: Target, seconds: float, attaches: int = 0) -> None:
-    """Let it go on, attach and detach so many times, and stop it again."""
+def run_for(target: Target, seconds: float, attaches: int = 0, *, uneven: bool = False) -> None:
+    """Let it go on, attach and detach so many times, and stop it again. `uneven`: it takes steps of other lengths."""
     pid = str(target.process.pid)
     with target.going(), tempfile.TemporaryDirectory() as name:
+        if uneven:
+            target.process.send_signal(signal.SIGUSR1)
+            target.wait_for(2)
         for number in range(attaches):
             mxprobe("attach", pid, "-o", str(Path(name, f"{number}.mxprobe")), "--background", "--every", "5")
             time.sleep(ATTACHED_S)
@@ -76,10 +80,11 @@ class Pair:
 
 
 def measure(options: argparse.Namespace, core: int) -> Pair:
+    environment = {} if options.libc else FIXED_ALLOCATOR
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(
-                running_model(options.tokens, options.width, n_uneven=options.uneven, environment=FIXED_ALLOCATOR)
+                running_model(options.tokens, options.width, n_uneven=options.uneven, environment=environment)
             )[0]
             for _ in range(2)
         )
@@ -89,7 +94,7 @@ def measure(options: argparse.Namespace, core: int) -> Pair:
         began = max(first.steps()) + max(second.steps())
         before = take_turns((first, second), options.turns, options.turn)
         between = max(first.steps())
-        run_for(first, WARM_UP_S, options.attaches)
+        run_for(first, WARM_UP_S, options.attaches, uneven=options.then_uneven)
         n_attached = max(first.steps()) - between
         after = take_turns((first, second), options.turns, options.turn)
         n_steps = max(first.steps()) + max(second.steps()) - began - n_attached
@@ -105,6 +110,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model")
     parser.add_argument("--uneven", type=int, default=150, help="steps of other lengths before")
+    parser.add_argument("--then-uneven", action="store_true", help="60 more of them between, in the first process")
+    parser.add_argument("--libc", action="store_true", help="leave the allocator as it is")
     options = parser.parse_args()
     core = max(os.sched_getaffinity(0))
     print("| pair | steps by turns | steps in between | CPU time of a step, after to before | load average |")

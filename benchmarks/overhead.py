@@ -61,9 +61,9 @@ ROUND_STEPS = 200
 T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 """Student's t by degrees of freedom."""
 
-# Writes for each step: its number as the optimizer counts, CPU seconds of the main thread, seconds.
+# Writes for each step: its number, CPU seconds of the main thread, seconds. On SIGUSR1, 60 steps of other lengths.
 TARGET = """
-import os, sys, time
+import os, signal, sys, time
 import torch
 from torch import nn
 out, n_tokens, width, n_uneven = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -90,12 +90,18 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
 def gradients(rows, length):
     ids = torch.randint(0, 1024, (rows, length))
     nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-for _ in range(n_uneven):
-    gradients(int(torch.randint(1, 2 * n_tokens // 128 + 1, ())), int(torch.randint(8, 256, ())))
-    optimizer.step()
-    optimizer.zero_grad()
+def take_uneven_steps(n):
+    for _ in range(n):
+        gradients(int(torch.randint(1, 2 * n_tokens // 128 + 1, ())), int(torch.randint(8, 256, ())))
+        optimizer.step()
+        optimizer.zero_grad()
+take_uneven_steps(n_uneven)
+wanted = []
+signal.signal(signal.SIGUSR1, lambda *_: wanted.append(60))
 log, step = open(out, "w", buffering=1), 0
 while True:
+    while wanted:
+        take_uneven_steps(wanted.pop())
     cpu_s, wall_s = time.thread_time(), time.perf_counter()
     gradients(n_tokens // 128, 128)
     optimizer.step()
