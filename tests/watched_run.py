@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
+from torch.overrides import _get_current_function_mode_stack
 
 from tests.standin_controller import StandinController, wait_for
 
@@ -133,7 +134,7 @@ def step_until_it_has_left(run: Run, controller: StandinController, *asks: dict[
 
 
 def what_is_left(model: nn.Module) -> dict[str, list[str]]:
-    """Hooks, threads and wrapped functions of ours, by kind; empty where there are none."""
+    """Hooks, threads, function modes and wrapped functions of ours, by kind; empty where there are none."""
     hooks = [
         name or "the root"
         for name, module in model.named_modules()
@@ -148,6 +149,7 @@ def what_is_left(model: nn.Module) -> dict[str, list[str]]:
     found = {
         "hooks": hooks + [name for name, held in everywhere.items() if held],
         "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("mxprobe")],
+        "modes": [type(mode).__name__ for mode in _get_current_function_mode_stack()],
         "wrapped": [function.__qualname__ for function in functions if hasattr(function, "__wrapped__")],
     }
     return {name: held for name, held in found.items() if held}
