@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .declaration import rollout
     from .diagnosis import diagnose
     from .emulation import emulate
     from .listener import listen
     from .trace import Trace, open_trace
 
-__all__ = ["Trace", "__version__", "diagnose", "emulate", "listen", "open_trace"]
+__all__ = ["Trace", "__version__", "diagnose", "emulate", "listen", "open_trace", "rollout"]
 
 _HOME = {
     "diagnose": "mxprobe.diagnosis",
@@ -22,6 +23,7 @@ _HOME = {
     "Trace": "mxprobe.trace",
     "open_trace": "mxprobe.trace",
     "listen": "mxprobe.listener",
+    "rollout": "mxprobe.declaration",
 }
 
 

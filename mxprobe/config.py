@@ -116,6 +116,7 @@ _ATTACH_KEYS = (
     _attach("sensitivity_every", "int", _AGENT.sensitivity_every, "replay a microbatch for sensitivities; 0: never"),
     _attach("replay_every", "int", _AGENT.replay_every, "replay a microbatch under other roundings; 0: never"),
     _attach("layers", "list", _AGENT.layers, "globs over module names to probe"),
+    _attach("rollout_in", "list", _AGENT.rollout_in, "functions that run while the job generates"),
     _attach("rule", "str", _AGENT.rule, "scale rule errors are measured for", tuple(rule.value for rule in Rule)),
     _attach("max_overhead", "float", None, "share of the step time that the probe may cost; 0: no limit"),
     _attach("max_gpu_memory", "int", _AGENT.max_gpu_memory, "bytes of the GPU that the probe may take; 0: no limit"),

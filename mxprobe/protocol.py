@@ -62,6 +62,8 @@ class AgentConfig:
     """Decompose W every N-th optimizer step (a multiple of `every` is probed together with it)."""
     layers: tuple[str, ...] = ("*",)
     """Globs over module names; a module is probed if one matches."""
+    rollout_in: tuple[str, ...] = ()
+    """Functions, by `name` or `module.name`: a forward with one of them on the stack is part of a rollout."""
     format: str = "mxfp4"
     rule: str = "rceil"
     """Rule of the hypothetical quantizer in `tensors` and `whatif`; the run's own is inferred, see `outputs`."""

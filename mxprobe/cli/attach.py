@@ -86,6 +86,14 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     "Replay a microbatch every N-th step under other roundings; 0: never.",
 )
 @click.option("--layers", multiple=True, metavar="GLOB", help="Only modules whose name matches; may be repeated.")
+@click.option(
+    "--rollout-in",
+    multiple=True,
+    metavar="FUNCTION",
+    callback=lambda _ctx, _parameter, names: _functions(names),
+    help="The job generates while this function runs, by name or module.name; may be repeated. Only needed where the "
+    "verdict says that no generation was recognised.",
+)
 @_setting(
     "--experts",
     "experts",
@@ -144,6 +152,7 @@ def command(
     sensitivity_every: int,
     replay_every: int,
     layers: tuple[str, ...],
+    rollout_in: tuple[str, ...],
     experts: int,
     rule: str,
     max_overhead: float | None,
@@ -197,6 +206,7 @@ def command(
         sensitivity_every=sensitivity_every,
         replay_every=replay_every,
         layers=layers or _DEFAULTS.layers,
+        rollout_in=rollout_in,
         experts=experts,
         rule=rule,
         max_overhead=_limit(ctx) if max_overhead is None else max_overhead,
@@ -236,6 +246,13 @@ def command(
     attached = " ".join(map(str, found.pids))
     click.echo(f"attached to {attached}; process {controller_pid} records (log: {directory / LOG_NAME})", err=True)
     click.echo(directory)
+
+
+def _functions(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise click.BadParameter(f"{name!r} is not the name of a Python function, such as rollout or train.rollout")
+    return names
 
 
 def _limit(ctx: click.Context) -> float:

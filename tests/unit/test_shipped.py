@@ -17,7 +17,10 @@ from mxprobe.attach.archive import EMULATION
 PACKAGE = Path(mxprobe.__file__).parent
 KERNELS = Path(mxprobe_kernels.__file__).parent
 SHIPPED = [
-    *(PACKAGE / f"{name}.py" for name in ("__init__", "_version", "schema", "protocol", "listener", "errors")),
+    *(
+        PACKAGE / f"{name}.py"
+        for name in ("__init__", "_version", "schema", "protocol", "listener", "errors", "declaration")
+    ),
     *sorted((PACKAGE / "agent").rglob("*.py")),
     *sorted((PACKAGE / "measuring").rglob("*.py")),
     *(PACKAGE / "emulation" / f"{name}.py" for name in EMULATION),

@@ -7,6 +7,7 @@ nothing is waited for.
 from __future__ import annotations
 
 import sys
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +53,17 @@ def sampling_in_progress() -> Sampling | str:
     """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     for _ in range(_MAX_FRAMES):
-        code = frame.f_code
-        if code.co_name in _GENERATING and "generation_config" in code.co_varnames:
+        if is_generation(frame.f_code):
             return _read(frame.f_locals.get("generation_config"))
         if frame.f_back is None:
             break
         frame = frame.f_back
     return "generation is not by transformers' generate(), so its temperature is not known"
+
+
+def is_generation(code: CodeType) -> bool:
+    """Whether it is the code of transformers' `generate`, or of what draws tokens for it."""
+    return code.co_name in _GENERATING and "generation_config" in code.co_varnames
 
 
 def _read(config: Any) -> Sampling | str:
