@@ -36,6 +36,7 @@ class Reason(StrEnum):
 
     NO_ROWS = "no_rows"
     HIGH_PRECISION = "high_precision"
+    NO_GENERATION = "no_generation"
     FEW_STEPS = "few_steps"
     ONE_PHASE = "one_phase"
     NO_SYMPTOM = "no_symptom"
@@ -115,6 +116,8 @@ def _gates(
     if not any(np.isfinite(error).any() for error in realised):
         return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_ROWS
     if not any(mask.any() for mask in quantized.values()):
+        if measured.lacks_generation:
+            return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_GENERATION
         return Verdict.NOTHING_QUANTIZED, Reason.HIGH_PRECISION
     if measured.n_steps < thresholds.min_steps:
         return Verdict.NOT_ENOUGH_EVIDENCE, Reason.FEW_STEPS

@@ -8,11 +8,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.metrics import Series, preferred
-from mxprobe.schema import OUTPUT_SUMS, Component, Phase, Role, Verdict
+from mxprobe.schema import OUTPUT_SUMS, Component, Phase, Role
 from mxprobe.trace import Trace
 
 from . import ratios
-from .decision import Decision
+from .decision import Decision, Reason
 from .held import MAX_NAMED, WRONG, held_versions, held_words
 from .layers import FACTOR, first_divergence
 from .measured import Measured
@@ -49,6 +49,7 @@ def collect(
             float(thresholds.min_steps),
             measured.n_steps >= thresholds.min_steps,
         ),
+        *_generation(measured),
         *_quantized(measured, thresholds),
         *_log_probs(measured, thresholds),
         *_temperature(trace),
@@ -78,6 +79,12 @@ def _coverage(coverage: Coverage) -> Evidence:
         else f"{percent(coverage.flops_frac)} of forward GEMM FLOPs seen ({text})",
         coverage.flops_frac,
     )
+
+
+def _generation(measured: Measured) -> Iterator[Evidence]:
+    if measured.lacks_generation:
+        text = "no forward pass was recognised as part of a generation; events of kind `phases` say what each was"
+        yield Evidence("generation", Certainty.MEASURED, text, 0.0, None, False)
 
 
 def _quantized(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]:
@@ -298,7 +305,7 @@ def _component(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]
     if decision.component is Component.NONE:
         return
     shares = decision.shares
-    measured = decision.verdict is not Verdict.NOTHING_QUANTIZED
+    measured = decision.reason not in (Reason.HIGH_PRECISION, Reason.NO_GENERATION)
     made_on = f"made on zeroed elements alone {shares['zeroed']:.2f} of it, on saturated ones {shares['saturated']:.2f}"
     split = f"scale {shares['scale']:.2f}, deadzone {shares['deadzone']:.2f}, grid {shares['grid']:.2f}"
     decisive = {Component.DEADZONE: "zeroed", Component.SATURATION: "saturated"}.get(

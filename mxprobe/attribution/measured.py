@@ -140,6 +140,8 @@ class Measured:
     sides: Sides = field(default_factory=Sides)
     explained: ExplainedMismatch | None = None
     """Where replays can be held against log-probabilities of both sides; None without either."""
+    lacks_generation: bool = False
+    """A trainer was attached, and nothing in the trace comes from a rollout: how that computes is not known."""
 
     @property
     def n_steps(self) -> int:
@@ -167,7 +169,14 @@ def measure(trace: Trace) -> Measured:
     last = last_steps(outputs).reindex(steps).fillna(pd.Series(steps, index=steps)).to_numpy(dtype=np.int64)
     sides, rollouts, replays = both_sides(trace, steps, last, n_clusters), trace.rollouts(), trace.replays()
     explained = None if rollouts.empty or replays.empty else explained_mismatch(rollouts, replays, outputs)
-    return Measured(steps, n_clusters, modules, sums, operands, sides, explained)
+    lacks_generation = _is_of_trainer(trace) and Phase.ROLLOUT not in sums and sides.log_probs is None
+    return Measured(steps, n_clusters, modules, sums, operands, sides, explained, lacks_generation)
+
+
+def _is_of_trainer(trace: Trace) -> bool:
+    ranks = trace.run.get("ranks")
+    places = [trace.run, *(ranks if isinstance(ranks, list) else ())]
+    return any(isinstance(place, dict) and place.get("role") == "trainer" for place in places)
 
 
 def divide(numerator: Array, denominator: Array) -> Array:

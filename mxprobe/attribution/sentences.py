@@ -25,6 +25,11 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
             return f"Nothing is quantized here: outputs in {phases_seen(measured)} match high precision." + _would(
                 decision
             )
+        case Reason.NO_GENERATION:
+            return (
+                "Not enough evidence: no generation was recognised. Training computes in high precision; how the "
+                "rollout computes is not known."
+            )
         case Reason.FEW_STEPS:
             return f"Not enough evidence: {measured.n_steps} probed steps, {thresholds.min_steps} are needed."
         case Reason.ONE_PHASE:
@@ -92,6 +97,12 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
             return f"Probing at least {thresholds.min_steps} steps: attach for longer, or with a smaller --every."
         case Reason.HIGH_PRECISION:
             return "A run in which outputs differ from their high-precision product, in training or in rollout."
+        case Reason.NO_GENERATION:
+            return (
+                "A trace that holds the rollout. Where this process generates, write `with mxprobe.rollout(model):` "
+                "around it, or attach again with --rollout-in FUNCTION. Where an engine generates in another process, "
+                "attach to that one too."
+            )
         case Reason.ONE_PHASE:
             return "A trace that holds both sides: attach to the process that trains and to the one that generates."
         case Reason.NO_SYMPTOM:

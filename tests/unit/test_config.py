@@ -38,6 +38,7 @@ def test_defaults_are_those_of_the_code_they_configure(tmp_path: Path) -> None:
         "sensitivity_every": agent.sensitivity_every,
         "replay_every": agent.replay_every,
         "layers": agent.layers,
+        "rollout_in": agent.rollout_in,
         "rule": agent.rule,
         "max_overhead": None,
         "max_gpu_memory": agent.max_gpu_memory,

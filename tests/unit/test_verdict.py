@@ -126,6 +126,23 @@ def test_high_precision_gets_the_what_if_answer(judge: Callable[..., Recommendat
     assert evidence(answer, "component").certainty is Certainty.PREDICTED
 
 
+def test_without_a_recognised_rollout_nothing_is_said_of_how_it_computes(tmp_path: Path) -> None:
+    """Job `grpo_plain`: its rollout rounded by hand, and was not recognised."""
+    run = replace(HIGH_PRECISION, rollout=None, outlier_gain=32.0)
+    answer = recommend(open_trace(write_trace(tmp_path / "trainer", run, role="trainer")), QUICK)
+    assert answer.verdict is Verdict.NOT_ENOUGH_EVIDENCE
+    assert "no generation was recognised" in answer.headline
+    assert "mxprobe.rollout(model)" in answer.what_would_change
+    assert "--rollout-in" in answer.what_would_change
+    assert evidence(answer, "generation").holds is False
+    assert evidence(answer, "component").certainty is Certainty.PREDICTED
+    assert answer.chosen == ()
+    rank = write_trace(tmp_path / "rank", run, ranks=[{"rank": 1, "role": "trainer"}])
+    assert recommend(open_trace(rank), QUICK).verdict is Verdict.NOT_ENOUGH_EVIDENCE
+    seen = write_trace(tmp_path / "seen", replace(run, rollout="none"), role="trainer")
+    assert recommend(open_trace(seen), QUICK).verdict is Verdict.NOTHING_QUANTIZED
+
+
 def test_plain_mxfp4_rollout_is_grid_noise_everywhere(judge: Callable[..., Recommendation]) -> None:
     answer = judge(Run())
     assert answer.component is Component.GRID
