@@ -5,9 +5,8 @@
     ATTACHED    the hooks of the parts are in; each step ends at a boundary
     GONE        every hook is out, nothing of ours runs in the user's threads any more
 
-What is measured is the business of the parts (`mxprobe.agent.part`). Hooks go in and out in the training thread at an
-optimizer-step boundary. The exceptions, from our own thread and under each hook's own guard: the controller is lost, or
-no boundary comes after `detach` was asked.
+What is measured is the business of the parts (`mxprobe.agent.part`). Hooks go in and out in the training thread at a
+step boundary; from our own thread only where the controller is lost, or no boundary comes after `detach` was asked.
 """
 
 from __future__ import annotations
@@ -245,8 +244,7 @@ class Session:
             self.gone.set()
 
     def _take_out(self) -> None:
-        removals: list[Callable[[], None]] = [self._watch.close, *(part.remove for part in self._parts)]
-        removals += [handle.remove for handle in self._root_handles]
-        for remove in removals:
+        parts = [part.remove for part in self._parts]
+        for remove in (self._watch.close, *parts, *(handle.remove for handle in self._root_handles)):
             self.guard.attempt("removing hooks", remove)
         self._is_out = True
