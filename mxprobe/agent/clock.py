@@ -18,8 +18,6 @@ class Clock:
         self.step = 1
         self.micro_step = -1
         """Forward passes with gradient of the root in this step, less one."""
-        self.n_decodes = 0
-        """One-token calls seen in this step: the mark of generation."""
         self.probed = False
         self.with_weights = False
         self.only_outputs = False
@@ -51,7 +49,6 @@ class Clock:
     def next(self) -> None:
         self.step += 1
         self.micro_step = -1
-        self.n_decodes = 0
         self.hook_ns = 0
         self.probed = self.with_weights = self.only_outputs = False
         self.generated = self.keeps_versions = self.is_slower = False

@@ -5,6 +5,7 @@ A line of forwards is what one thread has computed in the step under way, in its
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from enum import Enum
@@ -19,6 +20,9 @@ MIN_COMPARED = 2
 MIN_DRAWN = 2
 """Tokens by which a training batch is longer than the last forward that it continues. By one it may be the pass that
 scored it: the last token predicts nothing."""
+MAX_WAITING, MAX_TOKENS = 512, 1 << 22
+"""Forwards that may wait in a step, and tokens of theirs and of the training batches that are held against each other:
+32 MB of fingerprints."""
 
 
 class Kind(Enum):
@@ -83,6 +87,10 @@ class Forward:
         return _PHASES.get(self.kind, Phase.EVAL)
 
     @property
+    def is_of_this_thread(self) -> bool:
+        return self._line.thread == threading.get_ident()
+
+    @property
     def start(self) -> Forward:
         """The first forward of the generation that it may belong to; itself where it continues no other."""
         return self if self._start is None else self._start
@@ -133,7 +141,8 @@ class Forward:
 class Line:
     """The forwards of one thread in the step under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int = 0) -> None:
+        self.thread = thread
         self.waiting: list[Forward] = []
         """Not decided yet, in their order."""
         self.trained: list[Forward] = []
@@ -142,6 +151,16 @@ class Line:
     @property
     def has_trained(self) -> bool:
         return bool(self.trained)
+
+    def make_room(self) -> None:
+        """Give up on the oldest that wait where there are too many of them, or too many tokens in all."""
+        n = sum(each.prefixes.size for each in (*self.waiting, *self.trained) if each.prefixes is not None)
+        while self.waiting and (n > MAX_TOKENS or len(self.waiting) > MAX_WAITING):
+            oldest = self.waiting.pop(0)
+            n -= 0 if oldest.prefixes is None else oldest.prefixes.size
+            oldest.settle(Kind.UNKNOWN, Evidence.NONE)
+        for each in self.trained if n > MAX_TOKENS else ():
+            each.prefixes = None
 
     def train(self, batch: Forward) -> None:
         """A training forward begins, its tokens known if they can be: what waits is no rollout, or is one of these."""

@@ -19,7 +19,6 @@ three in a row, and scored sequences by their shape. Each thread has its own for
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections import Counter
@@ -30,8 +29,10 @@ import torch
 from torch import nn
 
 from mxprobe.agent.call_stack import Stack, StackReader
+from mxprobe.agent.clock import Clock
 from mxprobe.agent.forwards import Evidence, Forward, Kind, Line, settle_waiting
 from mxprobe.agent.guard import Guard
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.declaration import declared_models
 from mxprobe.measuring.adapters.inventory import not_to_be_hooked
 from mxprobe.measuring.isolation import in_backward
@@ -47,7 +48,7 @@ class _Thread(Line):
     """The forwards of one thread, and the one under way."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(threading.get_ident())
         self.stack: list[int] = []
         """Ids of the entry points that are being called, the outermost first."""
         self.open: Forward | None = None
@@ -58,13 +59,27 @@ class _Thread(Line):
         """The one that `latest` belongs to."""
 
 
-class Phases:
-    """`watch` at attach, `begin` and `finish` around a probed step in the training thread; `call` in any thread."""
+def _tell_nobody(kind: str, detail: str) -> None:
+    pass
 
-    def __init__(self, guard: Guard, tell: Callable[[str, str], None], rollout_in: Iterable[str] = ()) -> None:
+
+class Phases(Part):
+    """A part that others ask, in any thread. It finishes first, so that they know what each call of theirs was."""
+
+    name = "phases"
+    roles = (TRAINER,)
+
+    def __init__(
+        self,
+        clock: Clock,
+        guard: Guard,
+        tell: Callable[[str, str], None] = _tell_nobody,
+        rollout_in: Iterable[str] = (),
+    ) -> None:
         """`rollout_in`: functions, by `name` or `module.name`, that are on the stack while the run generates."""
         self.facts: dict[str, int] = {}
         """Forwards of the last probed step, by what they were and by what evidence: {"rollout by KV cache": 64}."""
+        self._clock = clock
         self._guard = guard
         self._tell = tell
         self._reader = StackReader(rollout_in)
@@ -75,15 +90,11 @@ class Phases:
         self._handles: list[Any] = []
         self._threads: dict[int, _Thread] = {}
         self._told: frozenset[str] = frozenset()
+        self._step = clock.step
         self._armed = False
-        self._pid = os.getpid()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Phases:
-        """The user may copy a model with hooks of ours in it."""
-        return self
-
-    def watch(self, roots: Sequence[nn.Module]) -> list[Any]:
-        """Find where the model is entered; returns handles, each with a `remove`."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        """Find where the model is entered."""
         barred = not_to_be_hooked(list(roots))
         self._roots = list(roots)
         for number, root in enumerate(roots):
@@ -91,7 +102,6 @@ class Phases:
                 is_compiled = vars(module).get("_compiled_call_impl") is not None
                 if not is_compiled and (module is root or id(module) not in barred):
                     self._entries[id(module)] = number, module
-        return [self]
 
     def remove(self) -> None:
         """Take the hooks out and let go of the model."""
@@ -99,12 +109,15 @@ class Phases:
         self._roots, self._entries, self._threads = [], {}, {}
 
     def begin(self) -> None:
-        """The step that begins is probed: hooks go in."""
         self._disarm()
         self._threads = {}
+        if not self._clock.is_watched:
+            return
+        enter = self._guard.hook(self.name, self._enter, when=lambda: self._armed)
+        leave = self._guard.hook(self.name, self._leave, when=lambda: self._armed)
         for _, module in self._entries.values():
-            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
         self._armed = True
 
     def _disarm(self) -> None:
@@ -113,10 +126,10 @@ class Phases:
         for handle in handles:
             handle.remove()
 
-    def finish(self) -> None:
-        """The step is over: settle what still waits, and tell what was recognised where that is news."""
+    def finish(self) -> Iterable[Job]:
+        """Settle what still waits, and tell what was recognised where that is news."""
         if not self._armed:
-            return
+            return ()
         self._disarm()
         threads, self._threads = list(self._threads.values()), {}
         trained = [forward for thread in threads for forward in thread.trained]
@@ -131,6 +144,7 @@ class Phases:
             self._tell(EVENT, ", ".join(f"{name} {n}" for name, n in {**self.facts, **unknown}.items()))
             for function in sorted(self._not_found):
                 self._tell(EVENT, f"--rollout-in {function}: no forward was called by a function of that name")
+        return ()
 
     def call(self, key: Hashable, x: torch.Tensor) -> Forward:
         """Return the forward that a call of a module belongs to; not to be asked in a backward pass.
@@ -152,29 +166,26 @@ class Phases:
         return key in last.seen or last.with_gradient != torch.is_grad_enabled()
 
     def _thread(self) -> _Thread:
+        if self._step != self._clock.step:
+            self._step, self._threads = self._clock.step, {}
         ident = threading.get_ident()
         return self._threads.get(ident) or self._threads.setdefault(ident, _Thread())
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._armed or torch.compiler.is_compiling() or os.getpid() != self._pid:
+        number, entry = self._entries.get(id(module), (_ELSEWHERE, None))
+        if entry is not module or in_backward():  # a copy of the model has its hooks
             return
-        try:
-            number, entry = self._entries.get(id(module), (_ELSEWHERE, None))
-            if entry is not module or in_backward():
-                return
-            thread = self._thread()
-            if id(module) in thread.stack:  # an interruption has left it without a word
-                thread.stack = []
-            if not thread.stack:
-                frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-                thread.open = self._begin_forward(thread, number, find_tokens(args, kwargs), frame)
-            thread.stack.append(id(module))
-        except Exception as error:
-            self._guard.swallow("telling what a forward is", error)
+        thread = self._thread()
+        if id(module) in thread.stack:  # an interruption has left it without a word
+            thread.stack = []
+        if not thread.stack:
+            frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+            thread.open = self._begin_forward(thread, number, find_tokens(args, kwargs), frame)
+        thread.stack.append(id(module))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         thread = self._threads.get(threading.get_ident())
-        if thread is not None and id(module) in thread.stack and not torch.compiler.is_compiling():
+        if thread is not None and id(module) in thread.stack:
             del thread.stack[thread.stack.index(id(module)) :]
             if not thread.stack:
                 thread.open = None
@@ -197,6 +208,8 @@ class Phases:
             thread.waiting.append(forward)
         _, before = thread.last.get(number, (None, None))
         thread.last[number] = before, forward
+        if thread.latest is not None:
+            thread.latest.seen.clear()
         thread.latest, thread.root = forward, number
         self._learn(thread, forward, tokens)
         if forward.kind is Kind.TRAINING:
@@ -211,6 +224,7 @@ class Phases:
             return
         forward.batch, forward.length = shape
         forward.prefixes = Prefixes.of(tokens)
+        thread.make_room()
         before, last = thread.last[thread.root]
         if last is forward and forward.kind is not Kind.TRAINING:
             forward.continue_from(before)

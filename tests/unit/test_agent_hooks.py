@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
+from mxprobe.agent.phases import Phases
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.operands.snapshot import Snapshot
 
@@ -23,11 +24,14 @@ class Watched:
         self.clock = Clock()
         self.errors: list[str] = []
         self.sent: list[Snapshot] = []
+        guard = Guard(10, lambda where, detail: self.errors.append(f"{where}: {detail}"), lambda: None)
+        self.phases = Phases(self.clock, guard)
         self.probe = ModuleProbe(
             "linear",
             self.module,
             clock=self.clock,
-            guard=Guard(10, lambda where, detail: self.errors.append(f"{where}: {detail}"), lambda: None),
+            guard=guard,
+            phases=self.phases,
             submit=self.sent.append,
             max_rows=512,
             max_features=4096,
@@ -119,7 +123,9 @@ def test_without_a_token_axis_other_modules_decide():
     generating, evaluating = Watched(), Watched()
     for w in (generating, evaluating):
         w.infer(30)
-    generating.clock.n_decodes += 1  # another module saw a one-token call
+    with torch.no_grad():
+        for length in (6, 1):  # of the same forward, and of the next
+            generating.phases.call("another module", torch.ones(5, length, 8))
     assert generating.end() == [("rollout", 30)]
     assert evaluating.end() == [("eval", 30)]
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxprobe
+from mxprobe.agent.clock import Clock
 from mxprobe.agent.forwards import Forward
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.phases import Phases, entry_points
@@ -72,11 +73,13 @@ class Watched:
         self.errors: list[str] = []
         self.told: list[str] = []
         guard = Guard(10, lambda where, detail: self.errors.append(f"{where}: {detail}"), lambda: None)
-        self.phases = Phases(guard, lambda kind, detail: self.told.append(f"{kind}: {detail}"), **options)
+        clock = Clock()
+        clock.probed = True
+        self.phases = Phases(clock, guard, lambda kind, detail: self.told.append(f"{kind}: {detail}"), **options)
         self.phases.watch([self.root] if roots is None else roots)
         self.asked: list[Forward] = []
         first = next(m for m in self.root.modules() if isinstance(m, nn.Linear))
-        first.register_forward_hook(self._ask)
+        first.register_forward_hook(lambda *call: self._ask(*call))
         self.phases.begin()
 
     def _ask(self, module: nn.Module, args: Any, output: Any) -> None:

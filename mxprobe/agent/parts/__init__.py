@@ -26,14 +26,17 @@ from mxprobe.agent.parts.switch import Recipes
 from mxprobe.agent.parts.sync import WeightSync
 from mxprobe.agent.parts.versions import Versions
 from mxprobe.agent.parts.warm_up import WarmUp
+from mxprobe.agent.phases import Phases
 
 
 def all_parts(context: Context, budget: Budget) -> list[Part]:
     """Make the parts of a session, in order."""
     clock, guard, tell = context.clock, context.guard, context.events.tell
-    modules = ProbedModules(context, budget)
-    rollouts = Rollouts(context)
+    phases = Phases(clock, guard, tell, context.config.rollout_in)
+    modules = ProbedModules(context, budget, phases)
+    rollouts = Rollouts(context, phases)
     return [
+        phases,
         EagerSteps(context.config.eager_probe_steps, clock, guard, tell),
         modules,
         PlantedOps(clock, guard, tell, modules.probes.values),
@@ -45,7 +48,7 @@ def all_parts(context: Context, budget: Budget) -> list[Part]:
         rollouts,
         BatchTaps(context, rollouts.note_batch, lambda: rollouts.computed_in),
         WeightSync(context),
-        Norms(clock, guard, context.events),
+        Norms(clock, guard, context.events, phases),
         FlightRecorder(context),
         Replays(context, modules.linears),
         Recipes(context),

@@ -15,8 +15,10 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.event_log import EventLog
+from mxprobe.agent.forwards import Forward
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.agent.part import TRAINER, Job, Part, TableRow
+from mxprobe.agent.phases import Phases
 from mxprobe.measuring.adapters.inventory import not_to_be_hooked
 from mxprobe.measuring.adapters.module_names import named_modules
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
@@ -29,10 +31,11 @@ class Norms(Part):
     name = "norms"
     roles = (TRAINER,)
 
-    def __init__(self, clock: Clock, guard: Guard, events: EventLog) -> None:
+    def __init__(self, clock: Clock, guard: Guard, events: EventLog, phases: Phases) -> None:
         self._clock = clock
         self._guard = guard
         self._events = events
+        self._phases = phases
         self._noise = NoiseState()
         self._norms: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._handles: list[Any] = []
@@ -41,7 +44,8 @@ class Norms(Part):
     def _forget(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
         self._used: dict[str, dict[str, torch.Tensor]] = {}
-        self._pending: dict[str, torch.Tensor] = {}
+        self._waiting: dict[str, tuple[Forward, torch.Tensor]] = {}
+        """The first call of each of which it is not known yet what it was."""
 
     def watch(self, roots: Sequence[nn.Module]) -> None:
         barred = not_to_be_hooked(list(roots))
@@ -70,8 +74,8 @@ class Norms(Part):
 
     def finish(self) -> Iterable[Job]:
         self.remove()
-        for name, weight in self._pending.items():
-            self._note(Phase.EVAL, name, weight)
+        for name, (forward, weight) in self._waiting.items():
+            self._note(forward.phase or Phase.EVAL, name, weight)
         held, used, step = self._held, self._used, self._clock.step
         self._forget()
         if not used:
@@ -96,21 +100,17 @@ class Norms(Part):
         return self._guard.hook(f"weights of {name}", on_call)
 
     def _on_call(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
-        """Without gradient: one token is a generation's decode step, and what came before it was its prefill; several
-        tokens are an evaluation unless a decode step follows."""
-        if not torch.is_grad_enabled() and x.dim() >= 3 and x.shape[1] == 1:
-            self._pending.pop(name, None)
-            self._note(Phase.ROLLOUT, name, module)
-            return
-        pending = self._pending.pop(name, None)
-        if pending is not None:
-            self._note(Phase.EVAL, name, pending)
-        if torch.is_grad_enabled():
-            self._note(Phase.TRAIN, name, module)
-        elif name not in self._used.get(Phase.EVAL.value, {}):
+        forward = self._phases.call((self.name, name), x)
+        held = self._waiting.get(name)
+        if held is not None and held[0].phase is not None:
+            self._note(held[0].phase, name, held[1])
+            del self._waiting[name]
+        if forward.phase is not None:
+            self._note(forward.phase, name, module)
+        elif name not in self._waiting and name not in self._used.get(Phase.EVAL.value, {}):
             copied = self._copy(name, module)
             if copied is not None:
-                self._pending[name] = copied
+                self._waiting[name] = forward, copied
 
     def _note(self, phase: Phase, name: str, source: nn.Module | torch.Tensor) -> None:
         used = self._used.setdefault(phase.value, {})

@@ -12,6 +12,7 @@ from mxprobe.agent.budget import Budget
 from mxprobe.agent.context import Context
 from mxprobe.agent.inventory import NO_GRADIENT, module_rows
 from mxprobe.agent.part import Job, Part, TableRow
+from mxprobe.agent.phases import Phases
 from mxprobe.agent.probes.module_probe import ModuleProbe, any_rollout
 from mxprobe.agent.probes.router_probe import probe_of
 from mxprobe.measuring.adapters.expert_numbers import first_experts
@@ -32,10 +33,11 @@ if TYPE_CHECKING:  # `typing` would keep what it is asked for here, and with it 
 class ProbedModules(Part):
     name = "probed modules"
 
-    def __init__(self, context: Context, budget: Budget) -> None:
+    def __init__(self, context: Context, budget: Budget, phases: Phases) -> None:
         self.probes: dict[str, ModuleProbe] = {}
         self._context = context
         self._budget = budget
+        self._phases = phases
         self._entries: list[Entry] = []
         self._compiled: set[str] = set()
         self._snapshots: list[AnySnapshot] = []
@@ -71,6 +73,7 @@ class ProbedModules(Part):
                     trains=context.run.is_trainer,
                     part=entry.part,
                     token_group=group,
+                    phases=self._phases,
                 )
         context.memory.settle(list(self.probes.values()))
 

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from mxprobe.agent.context import Context
+from mxprobe.agent.forwards import Forward
 from mxprobe.agent.guard import Hook
 from mxprobe.agent.part import TRAINER, Job, Part
+from mxprobe.agent.phases import Phases
 from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
@@ -34,6 +36,7 @@ from mxprobe.measuring.tokens.head import find_head
 from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
 from mxprobe.measuring.tokens.mismatch import ALL, Row, rollout_rows, signal_values
+from mxprobe.schema import Phase
 
 EVENT = "logprobs"
 SOURCE = "mxprobe"
@@ -102,9 +105,10 @@ class Rollouts(Part):
     name = "log-probabilities"
     roles = (TRAINER,)
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, phases: Phases) -> None:
         self.armed = False
         self._context = context
+        self._phases = phases
         self._tell = context.events.tell_once
         self._handles: list[Any] = []
         self._lm_head: nn.Linear | None = None
@@ -124,9 +128,13 @@ class Rollouts(Part):
         self._streams.forget()
         self._routing.forget()
         self._prefill: Generation | None = None
+        self._prefill_of: Forward | None = None
+        """The forward that `_prefill` was made of."""
         self._generation: Generation | None = None
+        self._drawn_from: Forward | None = None
+        """The forward that `_generation` began with."""
         self._is_drawing = False
-        """Tokens now drawn belong to `_generation`."""
+        """The forward under way continues `_generation`."""
         self._norm_output: tuple[Any, int] | None = None
         self._train_ids: torch.Tensor | None = None
         self._scored: list[Scored] = []
@@ -227,7 +235,8 @@ class Rollouts(Part):
     def _on_embedding(self, ids: Any, output: Any) -> None:
         if not is_plain(ids) or ids.dim() != 2 or is_off_limits(ids):
             return
-        if torch.is_grad_enabled():
+        forward = self._phases.call(self, ids)
+        if forward.phase is Phase.TRAIN:
             self._n_micro += 1
             self._is_drawing = False
             self._train_ids = None
@@ -238,18 +247,19 @@ class Rollouts(Part):
                     found = match(self._generation, ids)
                     self._streams.training(found)
                     self._routing.training(found, (ids.shape[0], ids.shape[1]))
-        elif ids.shape[1] > 1:
-            self._prefill = self._begin(ids)
+        elif forward.start is forward:
+            self._prefill, self._prefill_of = self._begin(ids), forward
+            self._is_drawing = False
             if self._generation is None:
                 self._streams.prefill(self._prefill)
                 self._routing.prefill(self._prefill)
         else:
             self._streams.decode()
-            self._on_decode(ids)
+            self._on_decode(ids[:, -1:], forward)
             self._routing.decode(self._generation if self._is_drawing else None)
 
     def _begin(self, ids: torch.Tensor) -> Generation | None:
-        """A long call without gradient: the prefill of a generation, if one-token calls follow."""
+        """A call without gradient that continues no other: the prefill of a generation, if others continue it."""
         if self._n_micro:
             return None  # after training has begun: for another step
         sampling = sampling_in_progress()
@@ -258,17 +268,18 @@ class Rollouts(Part):
         with undisturbed(ids.device.type):
             return Generation(ids.detach(), sampling, seed=seed_of(self._context.clock.step, "generation"))
 
-    def _on_decode(self, ids: torch.Tensor) -> None:
-        prefill, self._prefill = self._prefill, None
-        if prefill is not None:
-            is_first = self._generation is None  # a second generation in the step is left out
-            self._is_drawing = is_first
-            self._generation = prefill if is_first else self._generation
-        elif self._generation is None:
+    def _on_decode(self, ids: torch.Tensor, forward: Forward) -> None:
+        """`ids` [B, 1]: what was drawn last."""
+        if self._prefill is not None and self._prefill_of is forward.start:
+            if self._generation is None:  # a second generation in the step is left out
+                self._generation, self._drawn_from = self._prefill, forward.start
+            self._prefill = None
+        elif self._generation is None and forward.phase is Phase.ROLLOUT:
             reason = sampling_in_progress()
             if isinstance(reason, str):
                 self._give_up(reason)
             return
+        self._is_drawing = forward.start is self._drawn_from
         if self._is_drawing and self._generation is not None:
             with undisturbed(ids.device.type):
                 self._generation.take_tokens(ids)

@@ -11,7 +11,7 @@ from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.moe.expert_snapshot import CPU_ELEMENTS, DEVICE_ELEMENTS, Layout
 from mxprobe.measuring.operands.extent import working_bytes
 from mxprobe.measuring.sampling import seed_of
-from mxprobe.schema import Phase, Role
+from mxprobe.schema import Role
 
 MIN_ELEMENTS = 1 << 17
 """Of one copied operand: a tile of 32 tokens, and 32 features, at a width of 4,096."""
@@ -56,6 +56,4 @@ class ManyExpertsProbe(ModuleProbe):
 
     def _join_decode_step(self, prefill: Any, reading: Any) -> None:
         """The prefill alone is measured: its tokens tell the experts' rows apart, a decode step has few."""
-        self._rollout_done = True
-        prefill.phase = Phase.ROLLOUT.value
-        self._send(prefill)
+        self._send_rollout(prefill)

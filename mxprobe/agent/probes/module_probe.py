@@ -7,10 +7,9 @@ another shape of a tensor of its own (the product of a [batch, tokens, features]
 a view changed in place afterwards gets a new gradient function, and a hook on it is never called. Both return None
 whatever happens. Nothing is measured here; copies go to `Worker`.
 
-Phases. Gradient enabled is training. A call without gradient is kept until what follows tells what it was: a
-one-token call of the same module makes it the prefill of a generation (`rollout`, measured with the first decode
-step), a training call or the end of the step makes it `eval`. With gradient accumulation the first micro batch
-that reaches the module in a probed step is the one measured.
+What a call belongs to, `Phases` says. Of each phase the first call in a probed step is measured: of training the first
+micro batch; of a generation its first forward, joined with the first decode step where there is a KV cache. A copy of a
+call without gradient is kept until it is known what the call was.
 
 Activation checkpointing runs a region twice. The second run is recognised by the backward pass around it, and
 counts only where the first ran without gradient (the reentrant kind).
@@ -26,7 +25,9 @@ import torch
 from torch import nn
 
 from mxprobe.agent.clock import Clock
+from mxprobe.agent.forwards import Forward, Kind
 from mxprobe.agent.guard import Guard, Hook
+from mxprobe.agent.phases import Phases
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.placement import Placement
 from mxprobe.measuring.adapters.table import adapter_of
@@ -38,6 +39,8 @@ from mxprobe.measuring.sampling import seed_of, take
 from mxprobe.schema import Phase
 
 Submit = Callable[[Snapshot], None]
+MAX_UNDECIDED = 64
+"""Calls without gradient whose rows may still turn out to be a rollout's."""
 
 
 TAKEN_OUT: Any = object()
@@ -60,8 +63,12 @@ class ModuleProbe:
         trains: bool,
         part: str = "",
         token_group: str = "",
+        phases: Phases | None = None,
     ) -> None:
-        """`part`: which of the module's GEMMs, as its adapter calls it; `token_group`: see `Placement`."""
+        """`part`: which of the module's GEMMs, as its adapter calls it; `token_group`: see `Placement`.
+
+        `phases`: what tells the calls apart; by default the module's own calls alone do.
+        """
         adapter = adapter_of(module)
         if adapter is None:
             raise TypeError(f"no adapter for {type(module).__name__}")
@@ -85,6 +92,7 @@ class ModuleProbe:
         """Probed steps in which the output required a gradient and none came."""
         self._clock = clock
         self._guard = guard
+        self._phases = Phases(clock, guard) if phases is None else phases
         self._submit = submit
         self._max_rows = max_rows
         self._max_features = max_features
@@ -97,13 +105,17 @@ class ModuleProbe:
         """Drop what is held of the step that ended."""
         self._train: Snapshot | None = None
         self._train_seen = False
-        self._pending: Snapshot | None = None
-        self._pending_decodes = 0
+        self._first_pass: Snapshot | None = None
+        """Of a training forward, without gradient: of a checkpointed region, or of a part that is not trained."""
+        self._waiting: list[tuple[Forward, Snapshot]] = []
+        """Calls without gradient that were not sent yet: the first, and the latest."""
+        self._undecided: list[tuple[Forward, int]] = []
+        """Rows of calls of which it is not known whether they are a rollout's."""
         self._rollout_done = False
         self._eval_done = False
         self._weights: dict[bool, WeightSample] = {}
         """With gradient, and without: noise may be on the weights in one of them."""
-        self._train_rows = self._rollout_rows = self._undecided_rows = 0
+        self._train_rows = self._rollout_rows = self._first_pass_rows = 0
 
     def arm(self) -> None:
         """Between probed steps there is no hook: a module that has one takes torch's slow path at each call."""
@@ -153,7 +165,11 @@ class ModuleProbe:
         if self._train is not None:
             self.n_lost_gradients += 1
             self._send(self._train)
-        self._resolve_pending()
+        self._send_waiting(are_over=True)
+        if self._first_pass is not None:
+            self._send(self._first_pass)
+        self._train_rows += self._first_pass_rows
+        self._rollout_rows += sum(n for forward, n in self._undecided if forward.phase is Phase.ROLLOUT)
         if not self._clock.only_outputs:
             self.train_rows, self.rollout_rows = self._train_rows, self._rollout_rows
             self.last_probed = self._clock.step
@@ -182,10 +198,17 @@ class ModuleProbe:
             return
         if not self.trains:
             self._on_serving_call(reading)
-        elif torch.is_grad_enabled():
-            self.on_training_call(reading)
-        elif not in_backward():
-            self._on_no_grad_call(reading)
+        elif in_backward():
+            if torch.is_grad_enabled():
+                self.on_training_call(reading)
+        else:
+            forward = self._phases.call(self, x)
+            if torch.is_grad_enabled() and forward.kind is not Kind.ROLLOUT:
+                self.on_training_call(reading)
+            elif forward.kind is Kind.TRAINING:
+                self._on_first_pass(reading)
+            else:
+                self._on_other_call(reading, forward)
 
     def on_training_call(self, reading: Reading, *, is_repetition: bool | None = None) -> None:
         """A call with gradient, of a module that trains; by the forward hook, or by an operator in a compiled graph.
@@ -199,8 +222,8 @@ class ModuleProbe:
             self._reentrant = True
         self._train_rows += _rows(reading.x)
         if self._reentrant:
-            self._pending = None  # the same region's first pass
-        self._resolve_pending()
+            self._drop_first_pass()
+        self._send_waiting(are_over=True)
         if self._train_seen:
             return
         self._train_seen = True
@@ -238,53 +261,79 @@ class ModuleProbe:
 
         return self._guard.hook(f"gradient hook of {self.name}", on_gradient)
 
-    def _on_no_grad_call(self, reading: Reading) -> None:
-        x = reading.x
-        n_rows = _rows(x)
-        if x.dim() >= 3 and x.shape[-2] == 1:
-            self._clock.n_decodes += 1
-            self._rollout_rows += self._undecided_rows + n_rows
-            self._undecided_rows = 0
-            if self._pending is not None and not self._rollout_done:
-                self._join_decode_step(self._pending, reading)
-            self._pending = None
+    def _on_first_pass(self, reading: Reading) -> None:
+        """In a training forward, without gradient. If it is run again in the backward pass, that is the call."""
+        if self._reentrant:
             return
-        if self._train_seen:
+        self._first_pass_rows += _rows(reading.x)
+        is_wanted = self._rollout_done or not self._clock.only_outputs
+        if is_wanted and self._first_pass is None and not self._train_seen:
+            self._first_pass = self._snapshot(reading, Phase.TRAIN)
+
+    def _drop_first_pass(self) -> None:
+        self._first_pass, self._first_pass_rows = None, 0
+        if self._waiting and self._waiting[-1][0].phase is None:  # of a region that is called outside of the model
+            self._waiting.pop()
+
+    def _on_other_call(self, reading: Reading, forward: Forward) -> None:
+        """Of a rollout, or not known to be of one yet."""
+        if forward.phase is Phase.ROLLOUT:
+            self._rollout_rows += _rows(reading.x)
+        elif not forward.follows_training:
+            self._undecided = [*self._undecided[1 - MAX_UNDECIDED :], (forward, _rows(reading.x))]
+        if forward.start is not forward:
+            self._on_continuation(reading, forward)
             return
-        self._resolve_pending()
-        self._undecided_rows = n_rows
-        self._pending_decodes = self._clock.n_decodes
-        if not (self._rollout_done and self._eval_done):
-            self._pending = self._snapshot(reading, Phase.EVAL)
+        if forward.follows_training:
+            return
+        self._send_waiting()
+        if _is_one_token(reading.x) and forward.length not in (None, 1):
+            return  # the head of a prefill is given its last token alone
+        is_measured = self._rollout_done if forward.phase is Phase.ROLLOUT else self._rollout_done and self._eval_done
+        if not is_measured:
+            snapshot = self._snapshot(reading, Phase.EVAL)
+            if snapshot is not None:
+                self._waiting = [*self._waiting[:1], (forward, snapshot)]
+
+    def _on_continuation(self, reading: Reading, forward: Forward) -> None:
+        """A decode step, or the same sequences with one more token: their first forward is the one that is measured."""
+        held = next((each for each in self._waiting if each[0] is forward.start), None)
+        if held is None or forward.phase is not Phase.ROLLOUT:
+            return
+        self._waiting.remove(held)
+        if self._rollout_done:
+            return
+        if _is_one_token(reading.x):
+            self._join_decode_step(held[1], reading)
+        else:
+            self._send_rollout(held[1])
 
     def _join_decode_step(self, prefill: Snapshot, reading: Reading) -> None:
         decode = self._snapshot(reading, Phase.ROLLOUT)
         if decode is not None:
             with undisturbed(reading.x.device.type):
                 prefill.append_rows(decode)
+        self._send_rollout(prefill)
+
+    def _send_rollout(self, snapshot: Any) -> None:
         self._rollout_done = True
-        prefill.phase = Phase.ROLLOUT.value
-        self._send(prefill)
+        snapshot.phase = Phase.ROLLOUT.value
+        self._send(snapshot)
 
-    def _resolve_pending(self) -> None:
-        """What the call without gradient was, now that no one-token call of this module followed it.
-
-        A module that sees no token axis (experts get [tokens, features]) is judged by the others' decode steps.
-        """
-        snapshot, self._pending = self._pending, None
-        generated = self._clock.n_decodes > self._pending_decodes
-        if generated:
-            self._rollout_rows += self._undecided_rows
-        self._undecided_rows = 0
-        if snapshot is None:
-            return
-        if generated and not self._rollout_done:
-            self._rollout_done = True
-            snapshot.phase = Phase.ROLLOUT.value
-            self._send(snapshot)
-        elif not generated and not self._eval_done:
-            self._eval_done = True
-            self._send(snapshot)
+    def _send_waiting(self, *, are_over: bool = False) -> None:
+        """Send what is known to be the first of its phase. `are_over`: this thread trains, or the step has ended."""
+        waiting, self._waiting = self._waiting, []
+        for forward, snapshot in waiting:
+            phase = forward.phase
+            if phase is None and are_over and forward.is_of_this_thread:
+                phase = Phase.EVAL
+            if phase is None:
+                self._waiting.append((forward, snapshot))
+            elif phase is Phase.ROLLOUT and not self._rollout_done:
+                self._send_rollout(snapshot)
+            elif phase is Phase.EVAL and not self._eval_done:
+                self._eval_done = True
+                self._send(snapshot)
 
     def _on_serving_call(self, reading: Reading) -> None:
         self._rollout_rows += _rows(reading.x)
@@ -368,6 +417,11 @@ def _operand(reading: Reading, rows: torch.Tensor) -> torch.Tensor:
 
 def _rows(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
+
+
+def _is_one_token(x: torch.Tensor) -> bool:
+    """Whether x [..., T, K] holds a single token of each sequence; False where it has no axis of tokens."""
+    return x.dim() >= 3 and x.shape[-2] == 1
 
 
 def own_tensor(output: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,10 @@ class Prefixes:
             x = x.to(torch.int64)
             return cls(x) if x.dim() == 2 else cls((x * _weights(x.shape[-1])).sum(-1), of_ids=False)
 
+    @property
+    def size(self) -> int:
+        return self._sums.numel()
+
     def begins_like(self, other: Prefixes) -> bool:
         """Whether each row begins with the other's row of the same number, which is no longer."""
         n, theirs = other._sums.shape[1], other._sums[:, -1]
