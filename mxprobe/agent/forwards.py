@@ -38,7 +38,7 @@ class Kind(Enum):
 class Evidence(Enum):
     """What it was told by; the value is the words for it."""
 
-    GRADIENT = ""
+    GRADIENT = "by its gradient"
     KV_CACHE = "by KV cache"
     GROWTH = "by growing sequences"
     GENERATE = "by generate() on the stack"
@@ -48,7 +48,7 @@ class Evidence(Enum):
     SAME_TOKENS = "by the tokens of a training batch"
     SAME_SHAPE = "by the shape of a training batch"
     OTHER_TOKENS = "by tokens that were not trained on"
-    NONE = " "
+    NONE = "by nothing"
 
 
 _PHASES = {Kind.TRAINING: Phase.TRAIN, Kind.ROLLOUT: Phase.ROLLOUT}
@@ -164,7 +164,7 @@ class Line:
 
     def train(self, batch: Forward) -> None:
         """A training forward begins, its tokens known if they can be: what waits is no rollout, or is one of these."""
-        drawn = [each for each in self.waiting if _is_drawn_from(each, batch)]
+        drawn = [each for each in self.waiting if not each.is_over and _is_drawn_from(each, batch)]
         for each in drawn if len({each.length for each in drawn}) > 1 else ():
             each.settle(Kind.ROLLOUT, Evidence.TRAINED_ON)
         for each in self.waiting:

@@ -89,7 +89,9 @@ class Phases(Part):
         """id -> number of its root, and the module."""
         self._handles: list[Any] = []
         self._threads: dict[int, _Thread] = {}
-        self._told: frozenset[str] = frozenset()
+        self._told: set[frozenset[str]] = set()
+        self._related: dict[tuple[int, int], tuple[Any, bool]] = {}
+        """(id of a declared model, number of a root) -> the model, and whether one holds the other; of this step."""
         self._step = clock.step
         self._armed = False
 
@@ -106,7 +108,7 @@ class Phases(Part):
     def remove(self) -> None:
         """Take the hooks out and let go of the model."""
         self._disarm()
-        self._roots, self._entries, self._threads = [], {}, {}
+        self._roots, self._entries, self._threads, self._related = [], {}, {}, {}
 
     def begin(self) -> None:
         self._disarm()
@@ -131,17 +133,17 @@ class Phases(Part):
         if not self._armed:
             return ()
         self._disarm()
-        threads, self._threads = list(self._threads.values()), {}
+        threads, self._threads, self._related = list(self._threads.values()), {}, {}
         trained = [forward for thread in threads for forward in thread.trained]
         counts: Counter[tuple[Kind, Evidence]] = Counter()
         for thread in threads:
             settle_waiting(thread.waiting, trained)
             counts.update(thread.counts)
-        self.facts = {f"{kind.value} {why.value}".strip(): n for (kind, why), n in sorted(counts.items(), key=_rank)}
-        if counts and self._told != self.facts.keys():
-            self._told = frozenset(self.facts)
-            unknown = {} if (Kind.UNKNOWN, Evidence.NONE) in counts else {Kind.UNKNOWN.value: 0}
-            self._tell(EVENT, ", ".join(f"{name} {n}" for name, n in {**self.facts, **unknown}.items()))
+        self.facts = {_words(*what): n for what, n in sorted(counts.items(), key=_rank)}
+        if counts and frozenset(self.facts) not in self._told:
+            self._told.add(frozenset(self.facts))
+            told = {**self.facts, Kind.UNKNOWN.value: counts[Kind.UNKNOWN, Evidence.NONE]}
+            self._tell(EVENT, ", ".join(f"{name} {n}" for name, n in told.items()))
             for function in sorted(self._not_found):
                 self._tell(EVENT, f"--rollout-in {function}: no forward was called by a function of that name")
         return ()
@@ -231,11 +233,15 @@ class Phases(Part):
 
     def _is_about(self, model: Any, number: int) -> bool:
         """Whether a declared model is the root that is entered, or holds it, or is a part of it."""
-        roots = self._roots if number == _ELSEWHERE else [self._roots[number]]
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
-        return not (roots and modules) or any(
-            any(each is root for each in modules) or any(each is model for each in root.modules()) for root in roots
-        )
+        key = id(model), number
+        if key not in self._related:
+            roots = self._roots if number == _ELSEWHERE else [self._roots[number]]
+            modules = list(model.modules()) if isinstance(model, nn.Module) else []
+            is_about = not (roots and modules) or any(
+                any(each is root for each in modules) or any(each is model for each in root.modules()) for root in roots
+            )
+            self._related[key] = model, is_about
+        return self._related[key][1]
 
 
 def entry_points(root: nn.Module) -> list[nn.Module]:
@@ -252,6 +258,10 @@ def entry_points(root: nn.Module) -> list[nn.Module]:
 
 def _size(module: nn.Module, sizes: dict[int, int]) -> int:
     return sum(sizes[key] for key in {id(p) for p in module.parameters()})
+
+
+def _words(kind: Kind, why: Evidence) -> str:
+    return kind.value if why in (Evidence.GRADIENT, Evidence.NONE) else f"{kind.value} {why.value}"
 
 
 def _rank(counted: tuple[tuple[Kind, Evidence], int]) -> tuple[int, int]:
