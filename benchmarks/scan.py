@@ -60,7 +60,7 @@ def write_checkpoint(directory: Path, n_parameters: int, dtype: torch.dtype) -> 
 
 def kernel_speed(dtype: torch.dtype, seconds: float = 5.0) -> tuple[float, float]:
     """Elements of `decompose` per second and per second of processor time, both directions, as the scan has it."""
-    from mxprobe.scan.measure import SLAB_ELEMENTS
+    from mxprobe.scan.weight_error import SLAB_ELEMENTS
     from mxprobe_kernels import decompose
 
     x = (torch.randn(SLAB_ELEMENTS // WIDTH, WIDTH) * 0.02).to(dtype)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mxprobe.errors import MxprobeError, UsageError
 
-from .loop import Replay
+from .prediction import Replay
 
 STEPS = 250
 PROBE_EVERY = 10
@@ -128,7 +128,7 @@ def replay(scenario: Scenario, paths: DemoPaths, *, seed: int, correction: Path)
 
     In a process of its own, a few seconds. Raises MxprobeError, with the end of what it printed, when it fails.
     """
-    script = Path(__file__).with_name("replay.py")
+    script = Path(__file__).with_name("replay_kl.py")
     options = ["--parameters", str(paths.parameters), "--apply", str(correction)]
     of_job = ["--out", str(paths.job), "--seed", str(seed), *JOB_OPTIONS[scenario]]
     done = subprocess.run([sys.executable, str(script), *options, *of_job], capture_output=True, text=True, check=False)

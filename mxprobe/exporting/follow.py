@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from mxprobe.live.tail import TraceTail
+from mxprobe.trace.tail import TraceTail
 
 from .series import COLUMNS, Point, keys_of, placed, points, signal_rows, step_rows
 from .trackers import Tracker, no_curve, open_run

@@ -22,7 +22,7 @@ import torch
 
 from mxprobe.errors import UsageError
 
-from .lines import evenly
+from .spacing import evenly
 
 SEQUENCES_PER_BATCH = 4
 MAX_TOKENS = 512

@@ -24,7 +24,7 @@ from mxprobe.errors import UsageError
 
 from .checkpoint import Checkpoint
 from .safetensors_file import FLOATING
-from .weights import ALREADY_QUANTIZED, Weight
+from .stored_weights import ALREADY_QUANTIZED, Weight
 
 _MEMORY_MARGIN = 1.25
 """Activations and copies, beside 4 bytes a parameter."""

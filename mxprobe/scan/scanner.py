@@ -24,11 +24,11 @@ from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, get_format, get
 from .activations import Activations
 from .calibration import MAX_TOKENS, Inputs, calibration_files, read_inputs
 from .checkpoint import Checkpoint, open_checkpoint
-from .measure import MeasureSettings, Row, measure_weight
 from .model import BuiltModel, build_model
 from .resume import CALIBRATED, identity_of, interrupted, take_over
 from .safetensors_file import BITS
-from .weights import ALREADY_QUANTIZED, PROBED, Weight, find_weights, settings_of_quantization
+from .stored_weights import ALREADY_QUANTIZED, PROBED, Weight, find_weights, settings_of_quantization
+from .weight_error import MeasureSettings, Row, measure_weight
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mxprobe.attach.surroundings import Finding
 from mxprobe.errors import MxprobeError
 from mxprobe.trace import open_trace
 
-JOB = Path(__file__).with_name("job.py")
+JOB = Path(__file__).with_name("training_job.py")
 EVERY = 10
 """A denser schedule than a user's, so that a minute holds enough probed steps."""
 STEPS_BEFORE, STEPS_ATTACHED, STEPS_ALONE = 5, 20, 20
@@ -118,7 +118,7 @@ class _Job:
                 raise MxprobeError(
                     f"the selftest's own training job stopped after {seen} steps",
                     cause=self._errors.read_text()[-500:] or "no output",
-                    remedy="run it by hand: python -m mxprobe.selftest.job LOG STOP",
+                    remedy="run it by hand: python -m mxprobe.selftest.training_job LOG STOP",
                 )
 
     def finish(self) -> list[Step]:

@@ -20,7 +20,7 @@ from mxprobe.errors import UsageError
 
 from .arrow import columns_of
 from .chunks import source_chunks
-from .columns import codes
+from .column_arrays import codes
 from .sources import Source, sources
 
 ENGINES = ("arrow", "duckdb", "ray")

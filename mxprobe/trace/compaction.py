@@ -16,7 +16,7 @@ from mxprobe.errors import TraceError
 
 from . import arrow, layout
 from .arrow import columns_of, pieces, table_schema
-from .live import LiveStream
+from .live_stream import LiveStream
 from .thinning import Windows
 
 MAX_PART_BYTES = 64 * 1024 * 1024

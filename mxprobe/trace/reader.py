@@ -18,8 +18,8 @@ from . import layout
 from .aggregation import Aggregation, aggregate
 from .arrow import UNREADABLE, check_readable, conform, damaged, select, table_schema
 from .chunks import chunks
-from .identity import apart, conflicting
-from .remote import fetch, url_of
+from .name_conflicts import apart, conflicting
+from .object_store import fetch, url_of
 from .sources import Source, sources
 from .thinning import Windows
 

@@ -12,7 +12,7 @@ from mxprobe.errors import TraceError
 
 from . import layout
 from .arrow import UNREADABLE, check_readable, conform, damaged
-from .live import LiveStream
+from .live_stream import LiveStream
 
 _TRIES = 8
 _MAX_HELD = 512

@@ -17,9 +17,9 @@ from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION
 
 from . import layout
 from .arrow import columns_of, live_schema
-from .background import Compactor
 from .compaction import compact_live
-from .remote import Mirror
+from .compactor import Compactor
+from .object_store import Mirror
 from .retention import FAILURES, LIVE_SHARE, Keeper, Retention
 
 ROTATE_BYTES = 64 * 1024 * 1024

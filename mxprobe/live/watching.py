@@ -11,10 +11,11 @@ from typing import NoReturn
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from mxprobe.trace.tail import TraceTail
+
 from .controls import Controls
 from .keys import Keyboard
 from .state import COLUMNS, LiveState
-from .tail import TraceTail
 from .view import plain_line, render
 
 _KEY_WAIT_S = 0.1

@@ -22,8 +22,8 @@ from mxprobe.schema import OUTPUT_SUMS, Role
 from mxprobe_kernels import Decomposition, apply_correction, decompose, error_fields
 from mxprobe_kernels.formats import get_format
 
-from .lines import evenly
-from .weights import Weight
+from .spacing import evenly
+from .stored_weights import Weight
 
 SLAB_ELEMENTS = 1 << 23
 MAX_SAMPLED_EXPERTS = 8
