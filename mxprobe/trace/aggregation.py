@@ -8,7 +8,6 @@ to the last bit: the same partial sums, added in the same order), `duckdb` state
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,11 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from mxprobe.errors import UsageError
-
 from .arrow import columns_of
-from .chunks import source_chunks
+from .chunks import with_rank
 from .column_arrays import codes
-from .sources import Source, sources
+from .sources import Source
 
-ENGINES = ("arrow", "duckdb", "ray")
 BIN = "step_bin"
 COUNT = "n_rows"
 
@@ -55,28 +51,6 @@ class Aggregation:
         return pa.schema([*keys, *((name, pa.float64()) for name in self.sums), (COUNT, pa.int64())])
 
 
-def aggregate(directory: Path, aggregation: Aggregation, engine: str = "arrow") -> pd.DataFrame:
-    """Columns `by` (names as categories), `sums` as float64, and `n_rows`, in the order of the keys.
-
-    Raises:
-        TraceError: a file is damaged.
-        UsageError: the engine is unknown or not installed.
-    """
-    if engine == "duckdb":
-        from .duckdb_engine import aggregate_in_duckdb
-
-        found = aggregate_in_duckdb(directory, aggregation)
-    elif engine == "ray":
-        from .ray_engine import partials_on_ray
-
-        found = combined(partials_on_ray(directory, aggregation), aggregation)
-    elif engine == "arrow":
-        found = combined((partial_of(each, aggregation) for each in sources(directory, aggregation.table)), aggregation)
-    else:
-        raise UsageError(f"no engine named {engine!r}", remedy=f"use one of: {', '.join(ENGINES)}")
-    return framed(found, aggregation)
-
-
 def framed(sums: Any, aggregation: Aggregation) -> pd.DataFrame:
     """In the order of the keys."""
     table = sums.sort_by([(name, "ascending") for name in aggregation.by]) if aggregation.by else sums
@@ -85,9 +59,9 @@ def framed(sums: Any, aggregation: Aggregation) -> pd.DataFrame:
 
 
 def partial_of(source: Source, aggregation: Aggregation) -> Any:
-    """Of one file, piece by piece."""
-    pieces = source_chunks(source, aggregation.table, set(aggregation.columns))
-    return combined((partial(piece, aggregation) for piece in pieces), aggregation)
+    """The sums of one file, added piece by piece."""
+    pieces = source.pieces(aggregation.table, aggregation.columns)
+    return combined((partial(with_rank(piece, source.rank), aggregation) for piece in pieces), aggregation)
 
 
 def partial(rows: Any, aggregation: Aggregation) -> Any:

@@ -139,15 +139,20 @@ def conform(data: Any, table: str, columns: Collection[str] | None = None) -> An
     return pa.table(arrays, schema=schema)
 
 
-def pieces(table: str, batches: Iterable[Any], columns: Collection[str] | None = None) -> Iterator[Any]:
-    """Record batches, many of them of one row, as `conform`ed tables of some `ROWS_PER_PIECE` rows."""
+def gathered(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Lists of neighbouring record batches or tables, many of them of one row, with some `ROWS_PER_PIECE` rows each."""
     pending: list[Any] = []
-    n_pending = 0
-    for batch in batches:
-        pending.append(batch)
-        n_pending += batch.num_rows
-        if n_pending >= ROWS_PER_PIECE:
-            yield conform(pa.Table.from_batches(pending), table, columns)
-            pending, n_pending = [], 0
-    if pending:
-        yield conform(pa.Table.from_batches(pending), table, columns)
+    n_rows = 0
+    for item in items:
+        pending.append(item)
+        n_rows += item.num_rows
+        if n_rows >= ROWS_PER_PIECE:
+            yield pending
+            pending, n_rows = [], 0
+    if n_rows:
+        yield pending
+
+
+def pieces(table: str, batches: Iterable[Any], columns: Collection[str] | None = None) -> Iterator[Any]:
+    """Record batches as `conform`ed tables of some `ROWS_PER_PIECE` rows."""
+    return (conform(pa.Table.from_batches(each), table, columns) for each in gathered(batches))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import layout
 from .compaction import compact_file
-from .retention import FAILURES, Keeper
+from .retention import FAILURES, RetentionEnforcer
 
 
 class Compactor:
@@ -17,13 +17,13 @@ class Compactor:
 
     Args:
         directory: of the trace.
-        keeper: asked after each part; None: nothing is thinned.
+        enforcer: asked after each part; None: nothing is thinned.
         done: told the size in bytes of each file that is dealt with, made a part or not.
     """
 
-    def __init__(self, directory: Path, keeper: Keeper | None, done: Callable[[int], None]) -> None:
+    def __init__(self, directory: Path, enforcer: RetentionEnforcer | None, done: Callable[[int], None]) -> None:
         self._directory = directory
-        self._keeper = keeper
+        self._enforcer = enforcer
         self._done = done
         self._files: queue.SimpleQueue[tuple[layout.LiveFile, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -49,9 +49,9 @@ class Compactor:
             with self._outliving():  # a full disk: the live file stays, and is read as it is
                 compact_file(self._directory, file)
             self._done(size_bytes)
-            if self._keeper is not None:
+            if self._enforcer is not None:
                 with self._outliving():
-                    self._keeper.enforce(time.monotonic())
+                    self._enforcer.enforce(time.monotonic())
 
     @contextlib.contextmanager
     def _outliving(self) -> Generator[None, None, None]:

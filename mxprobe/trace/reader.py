@@ -1,7 +1,6 @@
 """Open a trace, finished, live or torn, and hand out its tables as pandas frames."""
 
 import html
-import json
 from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,22 +11,24 @@ import pandas as pd
 import pyarrow as pa
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, TABLES
+from mxprobe.schema import TABLES
 
 from . import layout
-from .aggregation import Aggregation, aggregate
-from .arrow import UNREADABLE, check_readable, conform, damaged, select, table_schema
-from .chunks import chunks
+from .aggregation import Aggregation
+from .arrow import select, table_schema
+from .chunks import chunks, with_rank
 from .name_conflicts import apart, conflicting
 from .object_store import fetch, url_of
-from .sources import Source, sources
+from .run_file import read_run
+from .sources import sources
+from .summing import aggregate
 from .thinning import Windows
 
 
 def open_trace(path: Path | str, *, engine: str = "arrow") -> "Trace":
     """Open the trace directory at `path`, or at a URL that fsspec knows (`s3://...`). Tables are read on first use.
 
-    `engine` is what large tables are summed with: see `mxprobe.trace.aggregation.ENGINES`.
+    `engine` is what large tables are summed with: see `mxprobe.trace.summing.ENGINES`.
 
     Raises:
         TraceError: no such directory, not a trace, one that only a newer mxprobe can read, or a store out of reach.
@@ -224,25 +225,15 @@ class Trace:
 
     def arrow(self, name: str, columns: Collection[str] | None = None) -> Any:
         """The same rows as a `pa.Table`, read anew: for those who need whole columns and no frame."""
-        pieces: list[tuple[int, Any]] = []
+        tables: list[Any] = []
         for source in sources(self.directory, name):
-            if not source.is_live:
-                pieces.append((source.rank, _read_part(source, name, columns)))
-                continue
-            stream = source.stream()
-            batches = list(stream)
-            if stream.is_cut and not self._is_live:
+            tables += [with_rank(piece, source.rank) for piece in source.pieces(name, columns)]
+            if source.cut_after is not None and not self._is_live:
                 self._cuts[source.path.name + str(source.rank)] = (
-                    f"The live file of {name}, rank {source.rank}, is cut after {stream.n_batches} batches; the rest "
+                    f"The live file of {name}, rank {source.rank}, is cut after {source.cut_after} batches; the rest "
                     "of it cannot be read."
                 )
-            if batches:
-                pieces.append((source.rank, conform(pa.Table.from_batches(batches), name, columns)))
-        empty = select(table_schema(name), columns).empty_table()
-        tables = [
-            piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
-            for rank, piece in pieces or [(0, empty)]
-        ]
+        tables = tables or [with_rank(select(table_schema(name), columns).empty_table(), 0)]
         return apart(pa.concat_tables(tables).unify_dictionaries(), self._conflicts)
 
     def __repr__(self) -> str:
@@ -258,66 +249,3 @@ class Trace:
             f"<p><b>mxprobe trace</b> {html.escape(str(self.directory))}</p>"
             f"<table><tr><th>table</th><th>rows</th></tr>{rows}</table>" + (f"<ul>{problems}</ul>" if problems else "")
         )
-
-
-def read_run(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """`run.json` of a trace and what is wrong with it.
-
-    Raises:
-        TraceError: no directory, not a trace, or a schema newer than this version reads.
-    """
-    if not directory.is_dir():
-        raise TraceError(
-            f"no trace at {directory}: " + ("it is a file" if directory.exists() else "there is no such directory"),
-            cause="a typing error, or the attach never started",
-            remedy="give the directory that `mxprobe attach -o` wrote, e.g. RUN.mxprobe",
-        )
-    if not layout.looks_like_trace(directory):
-        raise TraceError(
-            f"{directory} is not a trace: it has neither {layout.RUN_FILE} nor tables",
-            cause="another directory was meant",
-            remedy="give the directory that `mxprobe attach -o` wrote, e.g. RUN.mxprobe",
-        )
-    try:
-        run: Any = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
-        if not isinstance(run, dict):
-            raise ValueError("not an object")
-    except FileNotFoundError:
-        return {}, [f"{layout.RUN_FILE} is missing: how the run was started and sampled is not known."]
-    except OSError as error:
-        return {}, [
-            f"{layout.RUN_FILE} cannot be read ({error.strerror}): how the run was started and sampled is not known."
-        ]
-    except (ValueError, RecursionError):
-        if not layout.live_files(directory) and not any(layout.part_files(directory, table) for table in TABLES):
-            raise TraceError(
-                f"{directory / layout.RUN_FILE} is half written and there are no tables beside it",
-                cause="the copy was interrupted, or something else wrote there",
-                remedy="copy the trace again, or make a new one",
-            ) from None
-        return {}, [f"{layout.RUN_FILE} is half written: how the run was started and sampled is not known."]
-    return run, _schema_problems(directory, run)
-
-
-def _schema_problems(directory: Path, run: dict[str, Any]) -> list[str]:
-    version, minor = run.get("schema_version"), run.get("schema_minor", 0)
-    if not isinstance(version, int):
-        return ["run.json does not say which schema version the trace has."]
-    if version > SCHEMA_VERSION:
-        raise TraceError(
-            f"{directory} has schema version {version}; this mxprobe reads up to {SCHEMA_VERSION}",
-            cause=f"it was written by a newer mxprobe ({run.get('mxprobe', 'version unknown')})",
-            remedy="upgrade mxprobe: pip install -U mxprobe",
-        )
-    if version == SCHEMA_VERSION and isinstance(minor, int) and minor > SCHEMA_MINOR:
-        return [f"The trace has the newer schema {version}.{minor}; columns unknown here are left out."]
-    return []
-
-
-def _read_part(source: Source, table: str, columns: Collection[str] | None) -> Any:
-    try:
-        data = source.parquet().read(columns=None if columns is None else list(columns))
-        check_readable(data)
-    except UNREADABLE as error:
-        raise damaged(source.path, error) from None
-    return conform(data, table, columns)

@@ -21,11 +21,12 @@ from mxprobe.errors import TraceError
 from mxprobe.schema import THINNED
 
 from . import layout
-from .chunks import group_steps
-from .compaction import MAX_PART_BYTES, write_part
-from .sources import Source
+from .compaction import write_part
+from .sources import Source, group_steps
 from .thinning import Windows, thinned
 
+MAX_PART_BYTES = 64 * 1024 * 1024
+"""Parts are put together up to this size."""
 MAX_WINDOWS = 64
 """As many as the verdict tells apart."""
 MIN_FULL_STEPS = 4
@@ -69,8 +70,10 @@ class _Old(NamedTuple):
         return self.part.rank == other.part.rank and self.part.last + 1 == other.part.first
 
 
-class Keeper:
-    """Keeps the parts of a trace within a retention. `saw` from any one thread, the rest from one that compacts.
+class RetentionEnforcer:
+    """Adds up old steps so that a trace stays within its retention.
+
+    Any one thread may call `observe`; only the one that compacts calls the others.
 
     Args:
         directory: of the trace; the caller holds the writer's lock.
@@ -93,8 +96,8 @@ class Keeper:
         self.excess_bytes = 0
         """By which the trace is larger than it may be, with nothing left to add up."""
 
-    def saw(self, table: str, steps: Sequence[Any], now_s: float) -> None:
-        """Rows of these steps were written."""
+    def observe(self, table: str, steps: Sequence[Any], now_s: float) -> None:
+        """Note that rows of these steps were written."""
         if not steps or table not in THINNED:
             return
         known = {step for step in steps if isinstance(step, int)}
@@ -242,7 +245,7 @@ def put_together(directory: Path, table: str, parts: Sequence[layout.Part], wind
     """
     final = layout.part_path(directory, table, parts[0].rank, parts[0].first, parts[-1].last)
     held = [Source(part.path, part.rank, is_live=False, hold=True) for part in parts]
-    write_part(final, table, thinned(table, (rows for source in held for rows in source.rows(table)), windows))
+    write_part(final, table, thinned(table, (rows for source in held for rows in source.pieces(table)), windows))
     for part in parts:
         if part.path != final:
             part.path.unlink(missing_ok=True)

@@ -10,9 +10,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mxprobe.trace import layout
-from mxprobe.trace.arrow import UNREADABLE, conform, damaged
-from mxprobe.trace.reader import read_run
+from . import layout
+from .arrow import UNREADABLE, conform, damaged
+from .run_file import read_run
 
 _MAX_BYTES_PER_POLL = 32 * 1024 * 1024
 """A long trace is caught up with in several polls, so that the view stays responsive."""
