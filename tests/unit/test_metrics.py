@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mxprobe.metrics
-from mxprobe.agent.mismatch import Pairs, rollout_rows, signal_values
+from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows, signal_values
 from mxprobe.metrics import (
     ALIASES,
     LOGGERS,
