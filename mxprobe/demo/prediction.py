@@ -64,7 +64,10 @@ class Prediction:
 
 
 def mismatch_of(trace: Trace) -> float:
-    """Return the mean k3 per token, an estimate of KL(rollout || trainer), over the last half of the probed steps; NaN if none."""
+    """Return the mean k3 per token over the last half of the probed steps; NaN if there are none.
+
+    It is an estimate of KL(rollout || trainer).
+    """
     rows = trace.rollouts()
     rows = rows[rows["stratum"].astype(str) == "all"].sort_values("step")
     rows = rows.tail(math.ceil(len(rows) / 2))

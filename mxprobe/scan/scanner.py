@@ -222,21 +222,18 @@ def _calibrate(
 ) -> None:
     batches = calibration.inputs.batches
     activations = Activations(calibration.built, calibration.modules, calibration.config)
-    try:
-        for step, batch in enumerate(batches, 1):
-            on_progress(Progress("", result.n_bytes, result.n_bytes, step - 1, len(batches)))
-            if step not in done:
-                tables: dict[str, list[Row]] = {}
-                for table, row in activations.measure(batch, step):
-                    tables.setdefault(table, []).append(row)
-                for table, rows in tables.items():
-                    _append(writer, table, rows)
-                said = f"{len(batch.input_ids)} sequences, {batch.n_tokens} tokens"
-                _append(writer, "events", [_event(CALIBRATED, said, step)])
-            result.n_batches += 1
-            on_progress(Progress("", result.n_bytes, result.n_bytes, step, len(batches)))
-    finally:
-        activations.close()
+    for step, batch in enumerate(batches, 1):
+        on_progress(Progress("", result.n_bytes, result.n_bytes, step - 1, len(batches)))
+        if step not in done:
+            tables: dict[str, list[Row]] = {}
+            for table, row in activations.measure(batch, step):
+                tables.setdefault(table, []).append(row)
+            for table, rows in tables.items():
+                _append(writer, table, rows)
+            said = f"{len(batch.input_ids)} sequences, {batch.n_tokens} tokens"
+            _append(writer, "events", [_event(CALIBRATED, said, step)])
+        result.n_batches += 1
+        on_progress(Progress("", result.n_bytes, result.n_bytes, step, len(batches)))
 
 
 def _run(checkpoint: Checkpoint, settings: ScanSettings, identity: dict[str, Any]) -> dict[str, Any]:

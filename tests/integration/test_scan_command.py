@@ -122,7 +122,8 @@ def test_memory_is_bounded_by_a_slab_not_by_the_checkpoint(tmp_path: Path) -> No
         path = tmp_path / f"{n_rows}.safetensors"
         save_file({"q.weight": torch.full((n_rows, 4096), 0.01, dtype=torch.bfloat16)}, path)
         code = (
-            "import re, sys; from pathlib import Path; from mxprobe.scan import weight_error, scan, ScanSettings\n"
+            "import re, sys; from pathlib import Path; from mxprobe.scan import weight_error\n"
+            "from mxprobe.scan.scanner import scan, ScanSettings\n"
             # The arithmetic is not the point here, and slow.
             "real = weight_error.decompose; weight_error.decompose = lambda x, **k: real(x[:32, :64], **k)\n"
             "scan(Path(sys.argv[1]), Path(sys.argv[2]), ScanSettings())\n"

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from mxprobe.errors import TraceError, UsageError
-from mxprobe.scan import ScanSettings, scan
-from mxprobe.scan.scanner import Progress
+from mxprobe.scan import weight_error
+from mxprobe.scan.scanner import Progress, ScanSettings, scan
 from mxprobe.scan.summary import summarise
 from mxprobe.trace import open_trace
 from mxprobe_kernels import apply_correction, decompose, quantize_dequantize
