@@ -29,7 +29,8 @@ PARAMETERS_PER_SHARD = 500_000_000
 _SCAN = """
 import re, sys, time
 from pathlib import Path
-from mxprobe.scan.scanner import ScanSettings, scan
+from mxprobe.scan.scanner import scan
+from mxprobe.scan.settings import ScanSettings
 started, busy = time.perf_counter(), time.process_time()
 settings = ScanSettings() if sys.argv[3] == "whatif" else ScanSettings(whatifs=())
 result = scan(Path(sys.argv[1]), Path(sys.argv[2]), settings)

@@ -14,7 +14,8 @@ from mxprobe.errors import EXIT_TRACE
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mxprobe.scan.scanner import ScanResult, ScanSettings
+    from mxprobe.scan.scanner import ScanResult
+    from mxprobe.scan.settings import ScanSettings
 
 _ARMS = {"q": "quantized", "qstar": "with ideal scales", "qstar_dz": "and no deadzone"}
 _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
@@ -85,7 +86,7 @@ def command(
     from rich.markup import escape
 
     from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
-    from mxprobe.scan.scanner import ScanSettings
+    from mxprobe.scan.settings import ScanSettings
     from mxprobe.scan.summary import summarise
     from mxprobe.trace import open_trace
     from mxprobe_kernels.formats import DEFAULT_WHATIFS

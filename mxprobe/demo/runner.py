@@ -57,42 +57,24 @@ class Step:
     entropy: float
 
 
-@dataclass(frozen=True)
 class DemoPaths:
-    directory: Path
+    """The files of a demo, below its directory."""
 
-    @property
-    def job(self) -> Path:
-        return self.directory / "job"
-
-    @property
-    def parameters(self) -> Path:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.job = directory / "job"
+        self.parameters = self.job / "parameters.pt"
         """The job's last weights."""
-        return self.job / "parameters.pt"
-
-    @property
-    def job_log(self) -> Path:
-        return self.directory / "job.log"
-
-    @property
-    def attach_log(self) -> Path:
-        return self.directory / "attach.log"
-
-    @property
-    def trace(self) -> Path:
-        return self.directory / "trace.mxprobe"
-
-    @property
-    def report(self) -> Path:
-        return self.directory / "report.html"
-
-    @property
-    def correction(self) -> Path:
+        self.job_log = directory / "job.log"
+        self.attach_log = directory / "attach.log"
+        self.trace = directory / "trace.mxprobe"
+        self.report = directory / "report.html"
+        self.correction = directory / "correction.py"
         """The snippet that the verdict came with, as the second run applies it."""
-        return self.directory / "correction.py"
 
     @property
     def second(self) -> DemoPaths:
+        """The files of the second run, to which the correction is applied."""
         return DemoPaths(self.directory / "corrected")
 
 

@@ -11,13 +11,14 @@ from 1; the weights' own rows are at step 0, phase `eval`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from mxprobe.errors import MxprobeError
+from mxprobe.errors import MxprobeError, UsageError
 from mxprobe.measuring.adapters.table import adapter_of
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.copying import snapshot_of
@@ -33,8 +34,11 @@ from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Phase
 
-from .calibration import Batch
-from .model import BuiltModel, first_line
+from .calibration import MAX_TOKENS, Batch, Inputs, calibration_files, read_inputs
+from .checkpoint import Checkpoint
+from .model import BuiltModel, build_model, first_line
+from .settings import ScanSettings
+from .stored_weights import PROBED, Weight
 
 ARMS = ("q", "qstar", "qstar_dz")
 
@@ -42,14 +46,30 @@ TableRow = tuple[str, "dict[str, Any]"]
 
 
 class Activations:
-    """Measures the Linears of a built model on one batch after the other."""
+    """Measures the Linears of a built model on one batch of inputs after the other."""
 
-    def __init__(self, built: BuiltModel, modules: Mapping[str, nn.Linear], config: AgentConfig) -> None:
+    def __init__(
+        self, built: BuiltModel, modules: Mapping[str, nn.Linear], inputs: Inputs, settings: ScanSettings
+    ) -> None:
+        self.inputs = inputs
         self._built = built
         self._modules = modules
-        self._config = config
+        self._config = AgentConfig(format=settings.format, rule=settings.rule, whatifs=settings.whatifs)
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._history = WeightHistory()
+
+    def describe(self) -> dict[str, Any]:
+        """What `run.json` says of the calibration."""
+        return {
+            "model": self._built.class_name,
+            "n_modules": len(self._modules),
+            "n_batches": len(self.inputs.batches),
+            "n_sequences": self.inputs.n_sequences,
+            "n_available": self.inputs.n_available,
+            "n_tokens": self.inputs.n_tokens,
+            "n_cut": self.inputs.n_cut,
+            "delta2": self._built.is_causal,
+        }
 
     def measure(self, batch: Batch, step: int) -> Iterator[TableRow]:
         """Yield (table, row) of one batch. MxprobeError when the model fails on it, or a measurement does."""
@@ -159,6 +179,31 @@ class Activations:
             embedding.weight.requires_grad_(False)
         arms = replay_arms(call, self._modules, ARMS, mask=counted, format=config.format, rule=config.rule)
         yield from (("replays", when | {"n_modules": len(self._modules)} | arm.row()) for arm in arms)
+
+
+def prepare_activations(checkpoint: Checkpoint, weights: Sequence[Weight], settings: ScanSettings) -> Activations:
+    """Build the model of a checkpoint and read the inputs of `settings.calibration`.
+
+    Raises:
+        UsageError: the model cannot be built, no scanned weight is a Linear's, or the inputs cannot be read.
+    """
+    files = calibration_files(Path(settings.calibration))
+    built = build_model(checkpoint, weights)
+    modules = built.linears({weight.module for weight in weights if weight.status == PROBED})
+    if not modules:
+        raise UsageError(
+            f"no weight that is scanned belongs to an nn.Linear of {built.class_name}",
+            cause="its layers are of another kind (Conv1D, fused experts), or the globs leave all of them out",
+            remedy="widen --include, or scan without --calibration",
+        )
+    inputs = read_inputs(
+        files,
+        built.tokenize,
+        n_batches=settings.calibration_batches,
+        vocabulary=built.vocabulary,
+        max_tokens=min(built.max_tokens, MAX_TOKENS),
+    )
+    return Activations(built, modules, inputs, settings)
 
 
 def _arguments(batch: Batch) -> dict[str, torch.Tensor]:

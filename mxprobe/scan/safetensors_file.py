@@ -7,6 +7,7 @@ to name the tensors that are cut and measure the others. Format: https://github.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -64,10 +65,7 @@ class Entry:
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for length in self.shape:
-            n *= length
-        return n
+        return math.prod(self.shape)
 
 
 class SafetensorsFile:

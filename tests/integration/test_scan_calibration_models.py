@@ -20,7 +20,8 @@ from mxprobe.attribution import recommend
 from mxprobe.attribution.sensitivity import operand_sensitivity
 from mxprobe.cli import main
 from mxprobe.errors import TraceError, UsageError
-from mxprobe.scan.scanner import Progress, ScanSettings, scan
+from mxprobe.scan.scanner import Progress, scan
+from mxprobe.scan.settings import ScanSettings
 from mxprobe.scan.summary import summarise
 from mxprobe.trace import open_trace
 from mxprobe_reports import write_report

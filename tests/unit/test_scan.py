@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from mxprobe.errors import TraceError, UsageError
 from mxprobe.scan import weight_error
-from mxprobe.scan.scanner import Progress, ScanSettings, scan
+from mxprobe.scan.scanner import Progress, scan
+from mxprobe.scan.settings import ScanSettings
 from mxprobe.scan.summary import summarise
 from mxprobe.trace import open_trace
 from mxprobe_kernels import apply_correction, decompose, quantize_dequantize
