@@ -26,6 +26,8 @@ _OF_THIS_MACHINE = ("file", "local")
 _TRIES = 3
 _WAIT_S = 2.0
 _TEMPORARY = re.compile(r"\.(tmp|lock)$")
+_PROBE = ".mxprobe"
+"""A file that is written and removed again, to see whether that is allowed."""
 
 
 def url_of(path: Path | str) -> str | None:
@@ -44,12 +46,11 @@ def name_of(url: str) -> str:
 
 def check_reachable(url: str) -> None:
     """UsageError if a new trace cannot be written there: asked before anybody is attached to."""
-    fs, root = _filesystem(url)
-    probe = f"{root}/.mxprobe"
+    store = _store(url)
     try:
-        taken = fs.exists(f"{root}/{layout.RUN_FILE}")
-        fs.pipe_file(probe, b"")
-        fs.rm_file(probe)
+        taken = store.exists(layout.RUN_FILE)
+        store.pipe_file(_PROBE, b"")
+        store.rm_file(_PROBE)
     except Exception as error:  # every store raises its own
         raise _refused(url, error) from None
     if taken:
@@ -63,18 +64,17 @@ def fetch(url: str) -> Path:
         TraceError: the store cannot be reached, or there is nothing.
         UsageError: fsspec, or what it needs for such URLs, is not installed.
     """
-    fs, root = _filesystem(url)
+    store = _store(url)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     local = cache / "mxprobe" / hashlib.sha256(url.encode()).hexdigest()[:16] / name_of(url)
     with _alone(local.parent):
-        _fetch(fs, root, url, local)
+        _fetch(store, url, local)
     return local
 
 
-def _fetch(fs: Any, root: str, url: str, local: Path) -> None:
+def _fetch(store: Any, url: str, local: Path) -> None:
     try:
-        fs.invalidate_cache()
-        found: dict[str, Any] = fs.find(root, detail=True)
+        found = _files_in(store)
     except Exception as error:
         raise _refused(url, error) from None
     if not found:
@@ -82,8 +82,7 @@ def _fetch(fs: Any, root: str, url: str, local: Path) -> None:
     known = _known(local)
     stamps: dict[str, str] = {}
     local.mkdir(parents=True, exist_ok=True)
-    for path, info in sorted(found.items()):
-        relative = path.removeprefix(root).lstrip("/")
+    for relative, info in sorted(found.items()):
         target = local / relative
         if not target.resolve().is_relative_to(local.resolve()):
             continue  # a name with `..`: nothing of ours
@@ -93,7 +92,7 @@ def _fetch(fs: Any, root: str, url: str, local: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp")
         try:
-            fs.get_file(path, str(temporary))
+            store.get_file(relative, str(temporary))
         except Exception as error:
             temporary.unlink(missing_ok=True)
             raise _refused(url, error) from None
@@ -122,13 +121,11 @@ def upload(directory: Path, url: str) -> None:
 
 
 def _holds_another(directory: Path, url: str) -> bool:
-    fs, root = _filesystem(url)
-    fs.invalidate_cache()
-    there = f"{root}/{layout.RUN_FILE}"
-    if not fs.exists(there):
+    store = _store(url)
+    if layout.RUN_FILE not in _files_in(store):
         return False
     ours = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
-    return json.loads(fs.cat_file(there)).get("created_ns") != ours.get("created_ns")
+    return json.loads(store.cat_file(layout.RUN_FILE)).get("created_ns") != ours.get("created_ns")
 
 
 class Mirror:
@@ -184,9 +181,8 @@ class Mirror:
 
 def _sync(directory: Path, url: str, *, closed: bool) -> None:
     """Parts first, then `run.json`, then the removal of parts that others hold as well."""
-    fs, root = _filesystem(url)
-    fs.invalidate_cache()
-    there = {path.removeprefix(root).lstrip("/"): info.get("size") for path, info in fs.find(root, detail=True).items()}
+    store = _store(url)
+    there = _files_in(store)
     ours: dict[str, int] = {}
     for path in directory.rglob("*"):
         relative = path.relative_to(directory)
@@ -199,33 +195,41 @@ def _sync(directory: Path, url: str, *, closed: bool) -> None:
     for relative, size in sorted(ours.items()):
         if relative != layout.RUN_FILE:
             with contextlib.suppress(FileNotFoundError):
-                if there.get(relative) != size:
-                    fs.put_file(str(directory / relative), f"{root}/{relative}")
+                if relative not in there or there[relative].get("size") != size:
+                    store.put_file(str(directory / relative), relative)
                 held.append(relative)
     run = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
     if not closed:
         run["copied_while_written"] = True
-    fs.pipe_file(f"{root}/{layout.RUN_FILE}", json.dumps(run, indent=1).encode())
+    store.pipe_file(layout.RUN_FILE, json.dumps(run, indent=1).encode())
     for relative in there:
         if relative not in ours and layout.is_covered(relative, held):
-            fs.rm_file(f"{root}/{relative}")
+            store.rm_file(relative)
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
-    """An fsspec filesystem and the path in it."""
+def _store(url: str) -> Any:
+    """Open the fsspec filesystem below a URL; paths are relative to it."""
     try:
         import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
     except ImportError:
         raise _not_installed(url) from None
     options = {"skip_instance_cache": True} if url.startswith("s3") else {}
     if url.partition(":")[0].lower() in _OF_THIS_MACHINE:
         options = {"auto_mkdir": True}
     try:
-        return fsspec.core.url_to_fs(url, **options)
+        fs, root = fsspec.core.url_to_fs(url, **options)
+        return DirFileSystem(root, fs)
     except ImportError:
         raise _not_installed(url) from None
     except ValueError as error:
         raise UsageError(f"{url}: {error}", cause="no such kind of URL", remedy="s3://BUCKET/NAME.mxprobe") from None
+
+
+def _files_in(store: Any) -> dict[str, dict[str, Any]]:
+    """Relative path -> what the store says of the file, asked anew."""
+    store.invalidate_cache()
+    return store.find("", detail=True)
 
 
 def _not_installed(url: str) -> UsageError:

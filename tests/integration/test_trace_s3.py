@@ -95,7 +95,7 @@ def test_a_trace_goes_there_while_it_is_written_and_is_read_from_there(port: int
                 trace_files.append(writer, part)
             writer.settle()
             deadline = time.monotonic() + 120
-            while not object_store._filesystem(url)[0].exists(f"{url}/run.json"):  # pyright: ignore[reportPrivateUsage]
+            while not object_store._store(url).exists("run.json"):  # pyright: ignore[reportPrivateUsage]
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             assert any("still being written" in problem for problem in open_trace(url).problems)
