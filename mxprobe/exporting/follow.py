@@ -122,7 +122,11 @@ def follow_to(
     follower = Follower(modules)
     n_points = 0
     try:
-        for point in _points(tail, follower, interval_s):
+        for rows in tail.follow(interval_s):
+            for point in follower.take(rows, is_behind=bool(rows) and tail.is_behind):
+                run.log(point)
+                n_points += 1
+        for point in follower.rest():
             run.log(point)
             n_points += 1
     except KeyboardInterrupt:
@@ -139,15 +143,3 @@ def follow_to(
     if not n_points:
         raise no_curve(trace)
     return where
-
-
-def _points(tail: TraceTail, follower: Follower, interval_s: float) -> Iterator[Point]:
-    while True:
-        is_open = tail.state == "recording"  # before the polls: what was written until then is read
-        while rows := tail.poll():
-            yield from follower.take(rows, is_behind=tail.is_behind)
-        yield from follower.take([])
-        if not is_open:
-            yield from follower.rest()
-            return
-        time.sleep(interval_s)

@@ -54,6 +54,11 @@ class LiveState:
     _recent_step_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
     _counters: dict[int, tuple[int, int]] = field(default_factory=dict)
 
+    def update_all(self, polled: Sequence[tuple[str, int, pd.DataFrame]]) -> None:
+        """Take in what a poll of the trace found: (table, rank, new rows)."""
+        for table, rank, rows in polled:
+            self.update(table, rank, rows)
+
     def update(self, table: str, rank: int, rows: pd.DataFrame) -> None:
         """Take in new rows of a table."""
         if rows.empty:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mxprobe.attach.surroundings import Finding
+from mxprobe.demo.runner import running
 from mxprobe.errors import MxprobeError
 from mxprobe.trace import open_trace
 
@@ -98,7 +99,7 @@ def run_alone(n_steps: int, directory: Path) -> list[Step]:
 
 
 class _Job:
-    def __init__(self, process: subprocess.Popen[str], log: Path, stop: Path, errors: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, stop: Path, errors: Path) -> None:
         self.process = process
         self._log, self._stop, self._errors = log, stop, errors
 
@@ -132,13 +133,8 @@ def _job(directory: Path, prefix: Sequence[str]) -> Generator[_Job]:
     directory.mkdir(parents=True, exist_ok=True)
     log, stop, errors = directory / "steps.jsonl", directory / "stop", directory / "output.txt"
     command = [sys.executable, *prefix, str(JOB), str(log), str(stop)]
-    with open(errors, "w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, text=True)
-    try:
+    with running(command, errors) as process:
         yield _Job(process, log, stop, errors)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _step(line: dict[str, Any]) -> Step:

@@ -1,5 +1,6 @@
 """Rows of a trace as they are written: each poll reads only the bytes that were added since the last one."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -60,6 +61,20 @@ class TraceTail:
             self.run, self.problems = read_run(self.directory)
             self._run_stamp = self._stamp()
         return found
+
+    def follow(self, interval_s: float) -> Iterator[list[tuple[str, int, pd.DataFrame]]]:
+        """Yield each poll that found rows, and [] whenever all that was there has been read, until the writer is gone.
+
+        Waits `interval_s` after each [] but the last.
+        """
+        while True:
+            is_open = self.state == "recording"  # before the polls: what was written until then is read
+            while rows := self.poll():
+                yield rows
+            yield []
+            if not is_open:
+                return
+            time.sleep(interval_s)
 
     @property
     def state(self) -> str:
