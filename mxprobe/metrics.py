@@ -44,7 +44,7 @@ def _aliases(table: Mapping[str, str]) -> dict[str, Alias]:
 
 
 def _with_base(framework: str) -> tuple[str, ...]:
-    """The framework whose keys it takes over, if any, and itself."""
+    """Return the framework whose keys it takes over, if any, and itself."""
     base = _TABLES["extends"].get(framework)
     return (framework,) if base is None else (base, framework)
 
@@ -61,7 +61,7 @@ def _patterns(framework: str) -> list[tuple[re.Pattern[str], Alias]]:
 METRICS: dict[str, Metric] = {name: Metric(name, *about) for name, about in _TABLES["metrics"].items()}
 
 LOGGERS: tuple[str, ...] = tuple(_TABLES["loggers"])
-"""What a script of its own logs to, in the order in which they are preferred."""
+"""Scripts of their own log to these, which are preferred in this order."""
 
 ALIASES: dict[str, dict[str, Alias]] = {
     framework: {
@@ -83,12 +83,12 @@ _EVALUATION = re.compile(r"(?:eval|evaluation|val|valid|validation|test)(?:[-_/]
 
 
 def is_evaluation(raw_key: str) -> bool:
-    """True for keys of evaluation: they never mean a training metric."""
+    """Return whether a key is one of evaluation, which never means a training metric."""
     return _EVALUATION.fullmatch(raw_key) is not None
 
 
 def resolve(framework: str, raw_key: str) -> Alias | None:
-    """The canonical meaning of a key, or None; always None for keys of evaluation."""
+    """Return the canonical meaning of a key, or None; always None for keys of evaluation."""
     if is_evaluation(raw_key):
         return None
     alias = ALIASES.get(framework, {}).get(raw_key)
@@ -120,7 +120,7 @@ def canonicalize(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a trace: what one sink logged under one key."""
+    """One line of a trace: the values that one sink logged under one key."""
 
     source: str
     framework: str
@@ -128,7 +128,7 @@ class Series:
 
 
 def preferred(series: Iterable[Series]) -> Series | None:
-    """Of several series that mean the same metric, the one to show; None of none.
+    """Return the one to show of several series that mean the same metric; None if there are none.
 
     Two keys of a framework may mean one metric by two estimators, and a script may write one number to two loggers:
     they are alternatives, not samples to be averaged. Frameworks come before loggers and those before measurements of

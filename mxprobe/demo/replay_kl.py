@@ -1,4 +1,4 @@
-"""What rollout and trainer of a finished demo job disagree about, on its last weights; and with a correction applied.
+"""Measures how far rollout and trainer of a finished demo job disagree on its last weights, corrected and not.
 
     python replay_kl.py --parameters DIR/parameters.pt --apply FILE [the job's own options]
 
@@ -28,7 +28,7 @@ PROMPT_SEED = 1_000_003
 
 
 def kl_by_batch(model: Qwen3ForCausalLM, prompts: list[torch.Tensor]) -> list[float]:
-    """KL(rollout || trainer) per token of each batch of prompts [N_PROMPTS, T]."""
+    """Return KL(rollout || trainer) per token of each batch of prompts [N_PROMPTS, T]."""
     found: list[float] = []
     for index, ids in enumerate(prompts):
         torch.manual_seed(index)

@@ -79,7 +79,7 @@ class DemoPaths:
 
 
 def require_trl() -> None:
-    """UsageError when the training library of the demo is not installed."""
+    """Raise UsageError when the training library of the demo is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise UsageError(
             "the demo trains with TRL, which is not installed",
@@ -91,7 +91,7 @@ def require_trl() -> None:
 def job_command(
     scenario: Scenario, *, seed: int, out: Path, steps: int = STEPS, apply: Path | None = None
 ) -> list[str]:
-    """The command line of the training job: a plain script that imports nothing of mxprobe.
+    """Return the command line of the training job: a plain script that imports nothing of mxprobe.
 
     `apply` is a Python file whose `enable(model)` the job calls, e.g. the snippet of a recommendation.
     """
@@ -106,7 +106,7 @@ def job_command(
 
 
 def replay(scenario: Scenario, paths: DemoPaths, *, seed: int, correction: Path) -> Replay:
-    """KL of rollout and trainer on the finished job's last weights, without the correction and with it.
+    """Measure KL of rollout and trainer on the finished job's last weights, without the correction and with it.
 
     In a process of its own, a few seconds. Raises MxprobeError, with the end of what it printed, when it fails.
     """
@@ -122,7 +122,7 @@ def replay(scenario: Scenario, paths: DemoPaths, *, seed: int, correction: Path)
 
 
 def read_steps(metrics_file: Path) -> list[Step]:
-    """The steps logged so far; a line still being written is left for the next call."""
+    """Read the steps logged so far; a line still being written is left for the next call."""
     try:
         text = metrics_file.read_text()
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def read_steps(metrics_file: Path) -> list[Step]:
 
 @contextmanager
 def running(command: list[str], log: Path) -> Generator[subprocess.Popen[bytes]]:
-    """A child process that never outlives the block."""
+    """Run a child process that never outlives the block."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:

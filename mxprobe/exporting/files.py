@@ -86,7 +86,7 @@ def export_files(
 
 
 def _with_ratios(table: Any) -> Any:
-    """Derived columns behind the stored ones, row by row."""
+    """Append derived columns behind the stored ones, row by row."""
     numeric = [
         field.name for field in table.schema if pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
     ]

@@ -42,7 +42,7 @@ class Follower:
         """Tag -> the last steps logged of it."""
 
     def take(self, rows: Sequence[tuple[str, int, pd.DataFrame]], *, is_behind: bool = False) -> Iterator[Point]:
-        """Points that are ready after a poll. `is_behind`: the poll left out rows that are on the disk."""
+        """Yield the points that are ready after a poll. `is_behind`: the poll left out rows that are on the disk."""
         # By what the polls before have seen: rows that were on the disk then have been read by now.
         through = None if is_behind else self._settled_through()
         signals = [frame for name, _, frame in rows if name == "signals"]
@@ -55,7 +55,7 @@ class Follower:
         yield from self._ready([self._signals(pd.concat(signals))] if signals else [], through)
 
     def rest(self) -> Iterator[Point]:
-        """All that waits, once nothing more will come."""
+        """Yield all that waits, once nothing more will come."""
         newest = [int(frame["step"].max()) for frame in self._waiting.values() if len(frame)]
         yield from self._ready([], max(newest, default=None))
 

@@ -14,7 +14,7 @@ from mxprobe.trace import Trace
 from .series import Point, curves
 
 STEP = "mxprobe/step"
-"""What wandb draws the curves over. Its own step only ever grows, and rows of an earlier one would be dropped."""
+"""wandb draws the curves over it. Its own step only ever grows, and rows of an earlier one would be dropped."""
 _FLUSH_S = 5
 """TensorBoard shows what was logged at most so late."""
 
@@ -61,7 +61,7 @@ def export_to(
 
 
 def open_run(tracker: Tracker, facts: dict[str, Any], *, project: str, name: str, directory: Path) -> TrackerRun:
-    """A new run; `facts` (run.json) become its configuration where the tracker has one.
+    """Begin a new run; `facts` (run.json) become its configuration where the tracker has one.
 
     Raises:
         UsageError: the library is not installed, or refuses.
@@ -78,7 +78,7 @@ def open_run(tracker: Tracker, facts: dict[str, Any], *, project: str, name: str
 
 
 def require(tracker: Tracker) -> Any:
-    """The tracker's library. UsageError where it is not installed."""
+    """Import the tracker's library. UsageError where it is not installed."""
     try:
         return importlib.import_module(tracker.value)
     except ImportError as error:

@@ -33,7 +33,7 @@ class Keyboard:
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def read(self, timeout_s: float) -> list[str]:
-        """Keys pressed within the time: characters as they are, others by name (`enter`, `up`, ...)."""
+        """Return the keys pressed within the time: characters as they are, others by name (`enter`, `up`, ...)."""
         waited_on = [] if self._descriptor is None else [self._descriptor]
         ready, _, _ = select.select(waited_on, [], [], timeout_s)
         if not ready or self._descriptor is None:

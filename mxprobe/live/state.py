@@ -1,4 +1,4 @@
-"""What a live view shows, kept small however long the run: the latest row per operand, the last points per metric."""
+"""Holds what a live view shows, small however long the run: the latest row per operand, the last points per metric."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ class LiveState:
         return sum(errors for _, errors in self._counters.values())
 
     def layer_table(self) -> pd.DataFrame:
-        """One row per operand: `module`, `role`, `phase`, `output_error`, `zeros`, `component`, `rollout`, `train`.
+        """Return rows by operand: `module`, `role`, `phase`, `output_error`, `zeros`, `component`, `rollout`, `train`.
 
         The last two are the realised output errors of the module in these phases, NaN where not seen.
         """

@@ -59,7 +59,7 @@ class Activations:
         self._history = WeightHistory()
 
     def describe(self) -> dict[str, Any]:
-        """What `run.json` says of the calibration."""
+        """Return what `run.json` says of the calibration."""
         return {
             "model": self._built.class_name,
             "n_modules": len(self._modules),

@@ -29,7 +29,7 @@ CALIBRATED = "calibrated"
 
 
 def identity_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal for a scan to be continued: files and settings, as JSON gives them back."""
+    """Return what must be equal for a scan to be continued: files and settings, as JSON gives them back."""
     identity: dict[str, Any] = {
         "checkpoint": str(checkpoint.path.resolve()),
         "files": checkpoint.fingerprint,
@@ -46,7 +46,7 @@ def _backup(output: Path) -> Path:
 
 
 def interrupted(output: Path, identity: dict[str, Any]) -> Trace | None:
-    """The unfinished scan to continue, moved out of the way; None when there is none.
+    """Return the unfinished scan to continue, moved out of the way; None when there is none.
 
     A scan killed while it took over an earlier one leaves the earlier one in the backup, which then counts.
     """

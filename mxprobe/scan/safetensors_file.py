@@ -37,7 +37,7 @@ FLOATING: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""What can be decomposed as it is."""
+"""Tensors of these can be decomposed as they are."""
 
 _MADV_POPULATE_READ = 22
 _ALIGNMENT = 8
@@ -92,7 +92,7 @@ class SafetensorsFile:
                 self.problems.append(f"{path.name}: tensor {name}: {problem}")
 
     def read_rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of the tensor seen as [rows, shape[-1]], in the file's dtype, not to be written to.
+        """Read rows [start, stop) of the tensor seen as [rows, shape[-1]], in the file's dtype, not to be written to.
 
         Raises:
             UsageError: the bytes cannot be read, naming file and tensor.
@@ -137,7 +137,7 @@ class SafetensorsFile:
 
 
 def _mapped(file: BinaryIO, begin: int, n_bytes: int) -> memoryview | None:
-    """Bytes [begin, begin + n_bytes) of the file as the page cache holds them; None where they have to be copied.
+    """Map bytes [begin, begin + n_bytes) of the file as the page cache holds them; None where they have to be copied.
 
     A copy takes as long as measuring a third of what it copies. Pages are brought in here, because a disk's error is
     an exception to the call that asks for them and the end of the process that meets it on the way.
@@ -154,7 +154,7 @@ def _mapped(file: BinaryIO, begin: int, n_bytes: int) -> memoryview | None:
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]:
-    """The header's JSON object, and where the data begin."""
+    """Return the header's JSON object, and where the data begin."""
     if size == 0:
         raise UsageError(f"{path} is empty", cause="an interrupted download", remedy="fetch it again")
     start = file.read(32)

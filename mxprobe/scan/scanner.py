@@ -30,10 +30,10 @@ class ScanResult:
     trace: Path
     n_scanned: int = 0
     n_resumed: int = 0
-    """Of those, taken over from an earlier, interrupted scan."""
+    """Weights of `n_scanned` that were taken over from an earlier, interrupted scan."""
     n_bytes: int = 0
     n_batches: int = 0
-    """Of calibration inputs, those of an earlier scan included."""
+    """Batches of calibration inputs, those of an earlier scan included."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Weights that are stored quantized, by format."""
     problems: list[str] = field(default_factory=list)

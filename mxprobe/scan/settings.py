@@ -1,4 +1,4 @@
-"""What a scan measures, checked before anything is read."""
+"""The settings of a scan, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, get_format, get
 
 @dataclass(frozen=True)
 class ScanSettings:
-    """What is measured. Raises UsageError for names that do not exist."""
+    """Says what a scan measures. Raises UsageError for names that do not exist."""
 
     format: str = "mxfp4"
     rule: str = "rceil"

@@ -1,5 +1,7 @@
-"""What a scan found, from its trace: totals per direction, what-ifs, the worst weights; of a calibration, the
-activations, the errors of the products, and what moves the model. No torch."""
+"""Summarises the trace of a scan: totals per direction, what-ifs, the worst weights.
+
+A calibration adds the activations, the errors of the products, and what moves the model. Torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,12 @@ _SPLIT = ("scale", "deadzone", "grid", "raw_scale", "raw_deadzone", "raw_grid", 
 
 
 def summarise(trace: Trace, *, worst: int = 5) -> dict[str, Any]:
-    """JSON-ready. `directions`, one per role: ratios of the sums over all weights, what each correction leaves of
-    the error, and, for MXFP4, the Gaussian reference and the judgement of all weights as one tensor. `worst`
-    weights by NMSE, `modules` by status, `quantized` ones by format, `problems`. `calibration`, null without one: see
-    `_calibration`."""
+    """Return a JSON-ready summary.
+
+    `directions`, one per role: ratios of the sums over all weights, what each correction leaves of the error, and, for
+    MXFP4, the Gaussian reference and the judgement of all weights as one tensor. `worst` weights by NMSE, `modules` by
+    status, `quantized` ones by format, `problems`. `calibration`, null without one: see `_calibration`.
+    """
     of_batches, tried_on_batches = trace.tensors(), trace.whatif()
     modules = trace.modules()
     tensors, whatif = (frame[frame["step"] == 0] for frame in (of_batches, tried_on_batches))

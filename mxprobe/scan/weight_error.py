@@ -47,7 +47,7 @@ class _Direction:
 def measure_weight(
     weight: Weight, settings: ScanSettings, on_bytes: Callable[[int], None]
 ) -> tuple[list[Row], list[Row]]:
-    """Rows (without their key) of `tensors` and of `whatif`. UsageError when the file cannot be read to the end.
+    """Return rows (without their key) of `tensors` and of `whatif`. UsageError when the file cannot be read to the end.
 
     `on_bytes` is told how many bytes each slab had.
     """
@@ -72,7 +72,7 @@ def measure_weight(
 
 
 def _slabs(weight: Weight, matrix: int, settings: ScanSettings) -> Iterator[tuple[torch.Tensor, int]]:
-    """Whole rows in multiples of the block, so that no block of either direction is cut; a tensor scale wants all."""
+    """Yield whole rows in multiples of the block, so that no block is cut either way; a tensor scale wants all."""
     format = get_format(settings.format)
     height = max(SLAB_ELEMENTS // max(weight.n_columns, 1) // format.block, 1) * format.block
     if format.tensor_scale:
@@ -149,5 +149,5 @@ def _whatif_rows(direction: _Direction, weight: Weight, settings: ScanSettings) 
 
 
 def _scaled(sample: float, base: float, total: float, expansion: float) -> float:
-    """The ratio estimator; plain expansion where the uncorrected sample has no error (weights on the grid)."""
+    """Apply the ratio estimator; plain expansion where the uncorrected sample has no error (weights on the grid)."""
     return sample / base * total if base > 0 else sample * expansion

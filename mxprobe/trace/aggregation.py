@@ -38,7 +38,7 @@ class Aggregation:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of the table that are read."""
+        """The columns of the table that are read."""
         keys = ("step" if name == BIN else name for name in self.by if name != "rank")
         return tuple(dict.fromkeys((*keys, *self.where, *self.sums)))
 
@@ -52,20 +52,20 @@ class Aggregation:
 
 
 def framed(sums: Any, aggregation: Aggregation) -> pd.DataFrame:
-    """In the order of the keys."""
+    """Return a frame in the order of the keys, names as categories."""
     table = sums.sort_by([(name, "ascending") for name in aggregation.by]) if aggregation.by else sums
     names = [field.name for field in table.schema if pa.types.is_string(field.type)]
     return table.to_pandas().astype(dict.fromkeys(names, "category"))
 
 
 def partial_of(source: Source, aggregation: Aggregation) -> Any:
-    """The sums of one file, added piece by piece."""
+    """Return the sums over one file, added piece by piece."""
     pieces = source.pieces(aggregation.table, aggregation.columns)
     return combined((partial(with_rank(piece, source.rank), aggregation) for piece in pieces), aggregation)
 
 
 def partial(rows: Any, aggregation: Aggregation) -> Any:
-    """Of some rows of the table."""
+    """Return the sums over some rows of the table."""
     wanted = np.ones(rows.num_rows, dtype=np.bool_)
     for name, values in aggregation.where.items():
         wanted &= codes(rows, name, dict.fromkeys(values, 0)) >= 0
@@ -86,7 +86,7 @@ def partial(rows: Any, aggregation: Aggregation) -> Any:
 
 
 def combined(partials: Iterable[Any], aggregation: Aggregation) -> Any:
-    """Of several partial sums, added in their order."""
+    """Add several partial sums in their order."""
     found = [each for each in partials if each.num_rows]
     if not found:
         return aggregation.arrow_schema.empty_table()

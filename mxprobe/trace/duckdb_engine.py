@@ -14,7 +14,7 @@ from .sources import Source, sources
 
 
 def aggregate_in_duckdb(directory: Path, aggregation: Aggregation) -> Any:
-    """As `mxprobe.trace.summing.aggregate`, unordered. UsageError if duckdb is not installed."""
+    """Sum as `mxprobe.trace.summing.aggregate` does; the rows are unordered. UsageError if duckdb is not installed."""
     try:
         import duckdb
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where things lie in a trace directory, and how its files are replaced without ever being half there."""
+"""Names the files of a trace directory, and replaces them without ever leaving one half written."""
 
 import fcntl
 import json
@@ -37,12 +37,12 @@ class Part(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> "Part | None":
-        """The part that lies at `path`; None where no part is named so."""
+        """Return the part that lies at `path`; None where no part is named so."""
         rank, match = rank_of(path.parent), _PART.fullmatch(path.name)
         return None if rank is None or match is None else cls(rank, int(match[1]), int(match[2] or match[1]), path)
 
     def holds(self, other: "Part | LiveFile") -> bool:
-        """Whether all rows of a part or live file of the same table are in this part."""
+        """Return whether all rows of a part or live file of the same table are in this part."""
         first, last = (other.first, other.last) if isinstance(other, Part) else (other.number, other.number)
         return self.rank == other.rank and self.first <= first and last <= self.last
 
@@ -82,18 +82,16 @@ def fresh_live_files(directory: Path, table: str) -> tuple[list[LiveFile], list[
 
 
 def is_held(file: LiveFile, parts: Sequence[Part]) -> bool:
-    """Whether one of the parts holds that live file."""
+    """Return whether one of the parts holds that live file."""
     return any(part.holds(file) for part in parts)
 
 
 def has_gap(live: Sequence[LiveFile], parts: Sequence[Part]) -> bool:
-    """Whether a number is missing between the files of a rank: removed, or listed while parts were put together."""
-    held = sorted(
-        [(part.rank, part.first, part.last) for part in parts]
-        + [(file.rank, file.number, file.number) for file in live]
-    )
+    """Return whether a file of a rank is missing between others: removed, or listed while parts were put together."""
+    held = [(part.rank, part.first, part.last) for part in parts]
+    held += [(file.rank, file.number, file.number) for file in live]
     next_numbers: dict[int, int] = {}
-    for rank, first, last in held:
+    for rank, first, last in sorted(held):
         if first != next_numbers.get(rank, 0):
             return True
         next_numbers[rank] = last + 1
@@ -126,7 +124,7 @@ def _split_parts(directory: Path, table: str) -> tuple[list[Part], list[Part]]:
 
 
 def is_covered(relative: str, held: Iterable[str]) -> bool:
-    """Whether one of the parts `held`, other than itself, holds what a part does; paths in a trace directory."""
+    """Return whether one of the parts `held`, other than itself, holds what a part does; paths in a trace directory."""
     part = Part.at(Path(relative))
     others = (Part.at(Path(path)) for path in held if path != relative)
     return part is not None and any(
@@ -135,13 +133,13 @@ def is_covered(relative: str, held: Iterable[str]) -> bool:
 
 
 def rank_of(directory: Path) -> int | None:
-    """The rank in a `rank=R` directory name; None when it is not one."""
+    """Return the rank in a `rank=R` directory name; None when it is not one."""
     _, _, digits = directory.name.partition("=")
     return int(digits) if digits.isdecimal() else None
 
 
 def looks_like_trace(directory: Path) -> bool:
-    """Whether a writer has been here: a run file, live files or table directories."""
+    """Return whether a writer has been here: a run file, live files or table directories."""
     if (directory / RUN_FILE).exists() or (directory / LIVE_DIRECTORY).exists():
         return True
     return any(part_files(directory, table) for table in TABLES)
@@ -194,7 +192,7 @@ def lock_writer(directory: Path) -> int | None:
 
 
 def has_live_writer(directory: Path) -> bool:
-    """Whether a process is writing this trace right now."""
+    """Return whether a process is writing this trace right now."""
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

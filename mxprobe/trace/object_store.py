@@ -31,7 +31,7 @@ _PROBE = ".mxprobe"
 
 
 def url_of(path: Path | str) -> str | None:
-    """The URL that a command was given for a path (`pathlib` takes one of its slashes); None for a local path."""
+    """Return the URL that a command was given as a path (`pathlib` takes one of its slashes); None if it is local."""
     match = _URL.fullmatch(str(path))
     if match is None or Path(path).exists():
         return None
@@ -40,12 +40,12 @@ def url_of(path: Path | str) -> str | None:
 
 
 def name_of(url: str) -> str:
-    """The last part of a URL, by which a local directory is called."""
+    """Return the last part of a URL, by which a local directory is called."""
     return url.rpartition("/")[2]
 
 
 def check_reachable(url: str) -> None:
-    """UsageError if a new trace cannot be written there: asked before anybody is attached to."""
+    """Raise UsageError if a new trace cannot be written there; asked before anybody is attached to."""
     store = _store(url)
     try:
         taken = store.exists(layout.RUN_FILE)
@@ -58,7 +58,7 @@ def check_reachable(url: str) -> None:
 
 
 def fetch(url: str) -> Path:
-    """A local copy of the trace at a URL, under the user's cache; only what has changed since the last time travels.
+    """Copy the trace at a URL to the user's cache and return its path; only what changed since the last time travels.
 
     Raises:
         TraceError: the store cannot be reached, or there is nothing.
@@ -144,7 +144,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def poke(self) -> None:
-        """There are new parts."""
+        """Note that there are new parts."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="trace-upload", daemon=True)
             self._thread.start()
@@ -180,7 +180,7 @@ class Mirror:
 
 
 def _sync(directory: Path, url: str, *, closed: bool) -> None:
-    """Parts first, then `run.json`, then the removal of parts that others hold as well."""
+    """Copy parts first, then `run.json`; then remove parts that others hold as well."""
     store = _store(url)
     there = _files_in(store)
     ours: dict[str, int] = {}
@@ -227,7 +227,7 @@ def _store(url: str) -> Any:
 
 
 def _files_in(store: Any) -> dict[str, dict[str, Any]]:
-    """Relative path -> what the store says of the file, asked anew."""
+    """Return relative path -> what the store says of the file, asked anew."""
     store.invalidate_cache()
     return store.find("", detail=True)
 
@@ -244,7 +244,7 @@ def _not_installed(url: str) -> UsageError:
 
 
 def _refused(url: str, error: Exception) -> TraceError:
-    """The words for what a store raised: the kinds are told by name, as each store has classes of its own."""
+    """Put in words what a store raised: the kinds are told by name, as each store has classes of its own."""
     kind, text = type(error).__name__, str(error) or repr(error)
     if isinstance(error, (TraceError, UsageError)):
         return TraceError(error.what, cause=error.cause, remedy=error.remedy)
@@ -261,7 +261,7 @@ def _refused(url: str, error: Exception) -> TraceError:
 
 @contextlib.contextmanager
 def _alone(cache: Path) -> Generator[None, None, None]:
-    """Commands on one URL take turns with its copy."""
+    """Let commands on one URL take turns with its copy."""
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / ".fetch.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -48,12 +48,12 @@ class Trace:
     """
 
     axis = "step"
-    """What the column `step` counts: optimizer steps, unless it is another view of a trace."""
+    """The column `step` counts optimizer steps, unless this is another view of a trace."""
 
     engine = "arrow"
-    """What `sums` runs on."""
+    """`sums` runs on it."""
     url: str | None = None
-    """Where the directory was copied from."""
+    """The directory was copied from there."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -99,7 +99,7 @@ class Trace:
         return self.table("signals")
 
     def events(self) -> pd.DataFrame:
-        """What happened: attached, detached, errors, first non-finite values."""
+        """Events: attached, detached, errors, first non-finite values."""
         return self.table("events")
 
     def modules(self) -> pd.DataFrame:
@@ -112,7 +112,7 @@ class Trace:
         return self.table("overhead")
 
     def table(self, name: str, columns: Collection[str] | None = None) -> pd.DataFrame:
-        """The rows of a table by its name; an empty frame with all columns when there are none.
+        """Return the rows of a table by its name; an empty frame with all columns when there are none.
 
         With `columns` only those and `rank` are read: histograms are most of a large `tensors` table.
         """
@@ -127,22 +127,22 @@ class Trace:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the writer closed it: all there is, in Parquet."""
+        """True once the writer has closed the trace, which then is all in Parquet."""
         return self.run.get("closed_ns") is not None
 
     @property
     def place(self) -> Path:
-        """The path beside which what is made of it goes; in the working directory where the trace has a URL."""
+        """The path beside which reports and exports go; in the working directory where the trace has a URL."""
         return self.directory.resolve() if self.url is None else Path.cwd() / self.directory.name
 
     @property
     def is_live(self) -> bool:
-        """Whether a process was writing it when it was opened."""
+        """True if a process was writing the trace when it was opened."""
         return self._is_live
 
     @property
     def problems(self) -> list[str]:
-        """What a reader must know before trusting the numbers, in sentences. Reads the live files."""
+        """Say in sentences what a reader must know before trusting the numbers. Reads the live files."""
         found = list(self._problems)
         if self._is_live:
             found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
@@ -187,7 +187,7 @@ class Trace:
         return found
 
     def chunks(self, name: str, columns: Collection[str]) -> Iterator[Any]:
-        """The rows of a table as `pa.Table`s of some 65,000, with `columns` and `rank`: for tables beyond memory.
+        """Yield the rows of a table as `pa.Table`s of some 65,000, with `columns` and `rank`: for tables beyond memory.
 
         Raises:
             TraceError: a file is damaged.
@@ -196,7 +196,7 @@ class Trace:
 
     @cached_property
     def _conflicts(self) -> frozenset[str]:
-        """Names that ranks give to modules that are not one."""
+        """Module names that ranks give to different modules."""
         try:
             seen = [piece.to_pandas() for piece in chunks(self.directory, "modules", ("module", "class_name", "shape"))]
         except TraceError:
@@ -204,7 +204,7 @@ class Trace:
         return conflicting(pd.concat(seen, ignore_index=True)) if seen else frozenset()
 
     def sums(self, aggregation: Aggregation) -> pd.DataFrame:
-        """Sums over a table by keys, in the order of the keys, with `n_rows`; names as categories.
+        """Sum over a table by keys; rows are in the order of the keys, with `n_rows`, names as categories.
 
         Raises:
             TraceError: a file is damaged.
@@ -224,7 +224,7 @@ class Trace:
         return f"the last row is of {last:%Y-%m-%d %H:%M:%S} UTC"
 
     def arrow(self, name: str, columns: Collection[str] | None = None) -> Any:
-        """The same rows as a `pa.Table`, read anew: for those who need whole columns and no frame."""
+        """Read a table as a `pa.Table`, for those who need whole columns and no frame."""
         tables: list[Any] = []
         for source in sources(self.directory, name):
             tables += [with_rank(piece, source.rank) for piece in source.pieces(name, columns)]

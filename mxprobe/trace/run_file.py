@@ -11,7 +11,7 @@ from . import layout
 
 
 def read_run(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """`run.json` of a trace and what is wrong with it.
+    """Read `run.json` of a trace, and say what is wrong with it.
 
     Raises:
         TraceError: no directory, not a trace, or a schema newer than this version reads.

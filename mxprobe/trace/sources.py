@@ -36,7 +36,7 @@ class Source:
         """Batches of a live file before bytes that cannot be read; known once its pieces have been read."""
 
     def parquet(self) -> Any:
-        """`pq.ParquetFile` of a part. TraceError if it is damaged."""
+        """Open a part as `pq.ParquetFile`. TraceError if it is damaged."""
         try:
             file = pq.ParquetFile(self.path if self._file is None else self._file)
             _ = file.schema_arrow.names  # decoded here, where it may fail
@@ -82,7 +82,7 @@ class Source:
 
 
 def group_steps(file: Any, group: int) -> tuple[int, int] | None:
-    """Least and largest step of a row group by its statistics; None where there are none to be had."""
+    """Return least and largest step of a row group by its statistics; None where it has none."""
     metadata = file.metadata.row_group(group)
     with contextlib.suppress(*UNREADABLE):  # reading the group will say what is wrong with it
         for index in range(metadata.num_columns):
@@ -93,14 +93,17 @@ def group_steps(file: Any, group: int) -> tuple[int, int] | None:
 
 
 def _may_hold(steps: Sequence[range] | None, bounds: tuple[int, int] | None) -> bool:
-    """Whether a row group may hold one of the steps; without statistics it may."""
+    """Return whether a row group may hold one of the steps; without statistics it may."""
     if steps is None or bounds is None:
         return True
     return any(each.start <= bounds[1] and bounds[0] < each.stop for each in steps)
 
 
 def sources(directory: Path, table: str) -> list[Source]:
-    """Parts by rank and number, then live files. Of a trace that is being written, open: they may be gone soon."""
+    """List the parts by rank and number, then the live files.
+
+    In a trace that is being written they are opened at once, since they may be gone soon.
+    """
     hold = layout.has_live_writer(directory)
     for _ in range(_TRIES):
         try:

@@ -40,13 +40,13 @@ class TraceTail:
         self.directory = directory
         self.run, self.problems = read_run(directory)
         self.is_behind = False
-        """Whether the last poll left rows that were there: it had read enough, or a file became another meanwhile."""
+        """The last poll left rows that were there: it had read enough, or a file became another meanwhile."""
         self._columns = columns
         self._positions: dict[tuple[str, int], _Position] = {}
         self._run_stamp = self._stamp()
 
     def poll(self) -> list[tuple[str, int, pd.DataFrame]]:
-        """(table, rank, new rows) with the columns asked for. Incomplete batches are left for the next poll."""
+        """Read (table, rank, new rows) with the columns asked for. Incomplete batches are left for the next poll."""
         found: list[tuple[str, int, pd.DataFrame]] = []
         self.is_behind = False
         for table in self._columns:
@@ -120,7 +120,7 @@ class TraceTail:
         position.offset += end
 
     def _read_parts(self, table: str, rank: int, parts: Sequence[layout.Part]) -> Iterator[Any]:
-        """Rows of the parts beyond those that were read live: a part holds the rows of its live file in their order."""
+        """Yield the rows of the parts beyond those read live; a part holds the rows of its live file in their order."""
         position = self._positions.setdefault((table, rank), _Position())
         for part in parts:
             if part.last < position.number:

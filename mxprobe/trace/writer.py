@@ -226,7 +226,7 @@ class TraceWriter:
         self.update_run(thinned=windows)
 
     def _keep_at_last(self) -> None:
-        """After the last part, and with what all the parts together are too large by."""
+        """Enforce the retention after the last part, and note by how much the parts are too large."""
         if self._enforcer is None:
             return
         try:
