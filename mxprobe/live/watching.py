@@ -45,8 +45,8 @@ def watch(directory: Path, *, interval_s: float, once: bool = False, console: Co
 
 
 def _watch_screen(tail: TraceTail, state: LiveState, out: Console, interval_s: float) -> None:
-    controls = Controls()
-    with _quits_on_sigterm(), Keyboard() as keyboard:
+    controls, keyboard = Controls(), Keyboard()
+    with _quits_on_sigterm(), keyboard.unbuffered():
         try:
             with Live(console=out, screen=True, auto_refresh=False, transient=True) as live:
                 polled_at, size = time.monotonic(), out.size
