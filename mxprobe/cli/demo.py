@@ -15,7 +15,7 @@ from mxprobe.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mxprobe.demo.prediction import Prediction
+    from mxprobe.demo.second_run import Prediction
 
 
 @click.command("demo")
@@ -44,7 +44,7 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
     from mxprobe.cli import compare as compare_command
     from mxprobe.cli.recommend import show
     from mxprobe.comparison import compare
-    from mxprobe.demo.prediction import mismatch_of, predict
+    from mxprobe.demo.second_run import mismatch_of, predict
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mxprobe.errors import MxprobeError, UsageError
 
-from .prediction import Replay
+from .second_run import Replay
 
 STEPS = 250
 PROBE_EVERY = 10

@@ -54,7 +54,7 @@ _OTHER_FORMATS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor in a file. `begin` and `end` are byte offsets in the file."""
 
     name: str
@@ -84,14 +84,14 @@ class SafetensorsFile:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
         self.metadata: dict[str, Any] = header.pop("__metadata__", None) or {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, StoredTensor] = {}
         self.problems: list[str] = []
         for name, description in header.items():
             problem = self._add(name, description, data_begin)
             if problem:
                 self.problems.append(f"{path.name}: tensor {name}: {problem}")
 
-    def read_rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, entry: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """Read rows [start, stop) of the tensor seen as [rows, shape[-1]], in the file's dtype, not to be written to.
 
         Raises:
@@ -126,7 +126,7 @@ class SafetensorsFile:
             return "its header has no readable dtype, shape and data_offsets"
         if dtype not in BITS:
             return f"unknown dtype {dtype}"
-        entry = Entry(name, dtype, shape, data_begin + first, data_begin + last)
+        entry = StoredTensor(name, dtype, shape, data_begin + first, data_begin + last)
         if min(shape, default=0) < 0 or first < 0 or (last - first) * 8 != entry.n_elements * BITS[dtype]:
             return f"{last - first} bytes cannot hold {dtype} {list(shape)}: the header is corrupt"
         if entry.end > self.size_bytes:

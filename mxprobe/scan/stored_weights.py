@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .safetensors_file import FLOATING, Entry, SafetensorsFile
+from .safetensors_file import FLOATING, SafetensorsFile, StoredTensor
 
 PROBED = "probed"
 NOT_SELECTED = "not_selected"
@@ -26,7 +26,7 @@ class Weight:
 
     module: str
     file: SafetensorsFile
-    entry: Entry
+    entry: StoredTensor
     status: str
     reason: str
     is_transposed: bool
@@ -114,7 +114,7 @@ def _module_of(name: str) -> str:
 def _status(
     name: str,
     module: str,
-    entry: Entry,
+    entry: StoredTensor,
     dtypes: Mapping[str, str],
     include: tuple[str, ...],
     exclude: tuple[str, ...],

@@ -27,7 +27,7 @@ class LiveFile(NamedTuple):
     path: Path
 
 
-class Part(NamedTuple):
+class PartFile(NamedTuple):
     """A Parquet file that holds the live files `first` to `last` of a table and rank, whole or added up."""
 
     rank: int
@@ -36,14 +36,14 @@ class Part(NamedTuple):
     path: Path
 
     @classmethod
-    def at(cls, path: Path) -> "Part | None":
+    def at(cls, path: Path) -> "PartFile | None":
         """Return the part that lies at `path`; None where no part is named so."""
         rank, match = rank_of(path.parent), _PART.fullmatch(path.name)
         return None if rank is None or match is None else cls(rank, int(match[1]), int(match[2] or match[1]), path)
 
-    def holds(self, other: "Part | LiveFile") -> bool:
+    def holds(self, other: "PartFile | LiveFile") -> bool:
         """Return whether all rows of a part or live file of the same table are in this part."""
-        first, last = (other.first, other.last) if isinstance(other, Part) else (other.number, other.number)
+        first, last = (other.first, other.last) if isinstance(other, PartFile) else (other.number, other.number)
         return self.rank == other.rank and self.first <= first and last <= self.last
 
 
@@ -71,7 +71,7 @@ def live_files(directory: Path) -> list[LiveFile]:
     return sorted(found, key=lambda file: (order.index(file.table), file.rank, file.number))
 
 
-def fresh_live_files(directory: Path, table: str) -> tuple[list[LiveFile], list[Part]]:
+def fresh_live_files(directory: Path, table: str) -> tuple[list[LiveFile], list[PartFile]]:
     """List the live files of a table that no part holds yet, and its parts: together each row once.
 
     In this order because a live file may become a part meanwhile, and never the other way round.
@@ -81,12 +81,12 @@ def fresh_live_files(directory: Path, table: str) -> tuple[list[LiveFile], list[
     return [file for file in live if not is_held(file, parts)], parts
 
 
-def is_held(file: LiveFile, parts: Sequence[Part]) -> bool:
+def is_held(file: LiveFile, parts: Sequence[PartFile]) -> bool:
     """Return whether one of the parts holds that live file."""
     return any(part.holds(file) for part in parts)
 
 
-def has_gap(live: Sequence[LiveFile], parts: Sequence[Part]) -> bool:
+def has_gap(live: Sequence[LiveFile], parts: Sequence[PartFile]) -> bool:
     """Return whether a file of a rank is missing between others: removed, or listed while parts were put together."""
     held = [(part.rank, part.first, part.last) for part in parts]
     held += [(file.rank, file.number, file.number) for file in live]
@@ -103,21 +103,21 @@ def cut_files(directory: Path) -> list[Path]:
     return sorted((directory / LIVE_DIRECTORY).glob("rank=*/*.cut"))
 
 
-def part_files(directory: Path, table: str) -> list[Part]:
+def part_files(directory: Path, table: str) -> list[PartFile]:
     """List the finished Parquet parts of a table, by rank and number, without those that another one holds as well."""
     return _split_parts(directory, table)[0]
 
 
-def covered_parts(directory: Path, table: str) -> list[Part]:
+def covered_parts(directory: Path, table: str) -> list[PartFile]:
     """List the parts that a longer one holds as well: what a writer that was stopped in between has left."""
     return _split_parts(directory, table)[1]
 
 
-def _split_parts(directory: Path, table: str) -> tuple[list[Part], list[Part]]:
+def _split_parts(directory: Path, table: str) -> tuple[list[PartFile], list[PartFile]]:
     paths = (directory / table).glob("rank=*/part-*.parquet")
-    found = sorted(filter(None, map(Part.at, paths)), key=lambda part: (part.rank, part.first, -part.last))
-    kept: list[Part] = []
-    covered: list[Part] = []
+    found = sorted(filter(None, map(PartFile.at, paths)), key=lambda part: (part.rank, part.first, -part.last))
+    kept: list[PartFile] = []
+    covered: list[PartFile] = []
     for part in found:
         (covered if kept and kept[-1].holds(part) else kept).append(part)
     return kept, covered
@@ -125,8 +125,8 @@ def _split_parts(directory: Path, table: str) -> tuple[list[Part], list[Part]]:
 
 def is_covered(relative: str, held: Iterable[str]) -> bool:
     """Return whether one of the parts `held`, other than itself, holds what a part does; paths in a trace directory."""
-    part = Part.at(Path(relative))
-    others = (Part.at(Path(path)) for path in held if path != relative)
+    part = PartFile.at(Path(relative))
+    others = (PartFile.at(Path(path)) for path in held if path != relative)
     return part is not None and any(
         other is not None and other.path.parent == part.path.parent and other.holds(part) for other in others
     )

@@ -58,7 +58,7 @@ class Retention:
 
 
 class _OldPart(NamedTuple):
-    part: layout.Part
+    part: layout.PartFile
     first: int
     """The first step of its first window, and of its last one."""
     last: int
@@ -188,7 +188,7 @@ class RetentionEnforcer:
         self._made_under |= known
         self._made_under = {path: made for path, made in self._made_under.items() if path.exists()}
 
-    def _runs(self, table: str) -> list[list[layout.Part]]:
+    def _runs(self, table: str) -> list[list[layout.PartFile]]:
         """List neighbouring parts to put together: those that the windows change, or that have a window in common."""
         runs: list[list[_OldPart]] = []
         for old in self._old_parts(table):
@@ -235,7 +235,7 @@ class RetentionEnforcer:
         return total
 
 
-def put_together(directory: Path, table: str, parts: Sequence[layout.Part], windows: Windows) -> Path:
+def put_together(directory: Path, table: str, parts: Sequence[layout.PartFile], windows: Windows) -> Path:
     """Write one part in the place of neighbouring ones, old steps added up; return its path.
 
     The new part takes its name, which says what it holds, before the others go: readers prefer it.

@@ -119,7 +119,7 @@ class TraceTail:
                 yield pa.Table.from_batches([batch])
         position.offset += end
 
-    def _read_parts(self, table: str, rank: int, parts: Sequence[layout.Part]) -> Iterator[Any]:
+    def _read_parts(self, table: str, rank: int, parts: Sequence[layout.PartFile]) -> Iterator[Any]:
         """Yield the rows of the parts beyond those read live; a part holds the rows of its live file in their order."""
         position = self._positions.setdefault((table, rank), _Position())
         for part in parts:

@@ -18,7 +18,6 @@ counts only where the first ran without gradient (the reentrant kind).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 

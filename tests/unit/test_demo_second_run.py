@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mxprobe.demo.prediction import DOWN, UP, Outcome, Replay, mismatch_of, predict
+from mxprobe.demo.second_run import DOWN, UP, Outcome, Replay, mismatch_of, predict
 from mxprobe.trace import TraceWriter, open_trace
 
 FIRST = Replay(plain=(0.8, 1.0, 1.2), corrected=(0.08, 0.10, 0.12))
