@@ -23,7 +23,6 @@ OWN = "mxprobe"
 class Metric:
     """A canonical training metric."""
 
-    name: str
     unit: str
     description: str
 
@@ -58,7 +57,7 @@ def _patterns(framework: str) -> list[tuple[re.Pattern[str], Alias]]:
     ]
 
 
-METRICS: dict[str, Metric] = {name: Metric(name, *about) for name, about in _TABLES["metrics"].items()}
+METRICS: dict[str, Metric] = {name: Metric(*about) for name, about in _TABLES["metrics"].items()}
 
 LOGGERS: tuple[str, ...] = tuple(_TABLES["loggers"])
 """Scripts of their own log to these, which are preferred in this order."""

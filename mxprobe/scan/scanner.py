@@ -19,7 +19,6 @@ from mxprobe.trace import TraceWriter
 from .activations import Activations, prepare_activations
 from .checkpoint import Checkpoint, open_checkpoint
 from .resume import CALIBRATED, identity_of, interrupted, take_over
-from .safetensors_file import BITS
 from .settings import ScanSettings
 from .stored_weights import ALREADY_QUANTIZED, PROBED, Weight, find_weights, settings_of_quantization
 from .weight_error import Row, measure_weight
@@ -106,7 +105,7 @@ def _measure_all(
     on_progress: Callable[[Progress], None],
 ) -> None:
     pending = [weight for weight in weights if weight.module not in done]
-    total = sum(_size_bytes(weight) for weight in pending if weight.status == PROBED)
+    total = sum(weight.entry.end - weight.entry.begin for weight in pending if weight.status == PROBED)
     result.n_resumed = sum(weight.module in done and weight.status == PROBED for weight in weights)
     result.n_scanned = result.n_resumed
     for weight in weights:
@@ -194,10 +193,6 @@ def _module_row(weight: Weight) -> Row:
         # One token: how many a step will have is not in a checkpoint.
         "gemm_flops": 0.0 if "embed" in weight.module else 2.0 * entry.n_elements,
     }
-
-
-def _size_bytes(weight: Weight) -> int:
-    return weight.entry.n_elements * BITS[weight.entry.dtype] // 8
 
 
 def _append(writer: TraceWriter, table: str, rows: Sequence[Row]) -> None:

@@ -26,6 +26,8 @@ _OF_THIS_MACHINE = ("file", "local")
 _TRIES = 3
 _WAIT_S = 2.0
 _TEMPORARY = re.compile(r"\.(tmp|lock)$")
+_STAMPS = "stamps.json"
+"""Beside a local copy: what the store said of each file when it was copied."""
 _PROBE = ".mxprobe"
 """A file that is written and removed again, to see whether that is allowed."""
 
@@ -79,7 +81,9 @@ def _fetch(store: Any, url: str, local: Path) -> None:
         raise _refused(url, error) from None
     if not found:
         raise TraceError(f"no trace at {url}: nothing is there", remedy="give the URL that `mxprobe attach -o` got")
-    known = _known(local)
+    known: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads((local.parent / _STAMPS).read_text(encoding="utf-8"))
     stamps: dict[str, str] = {}
     local.mkdir(parents=True, exist_ok=True)
     for relative, info in sorted(found.items()):
@@ -87,7 +91,7 @@ def _fetch(store: Any, url: str, local: Path) -> None:
         if not target.resolve().is_relative_to(local.resolve()):
             continue  # a name with `..`: nothing of ours
         stamps[relative] = f"{info.get('size')} {info.get('ETag') or info.get('mtime') or info.get('LastModified')}"
-        if target.exists() and known.get(relative) == stamps[relative]:
+        if target.exists() and isinstance(known, dict) and known.get(relative) == stamps[relative]:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp")
@@ -100,7 +104,7 @@ def _fetch(store: Any, url: str, local: Path) -> None:
     for path in local.rglob("*"):
         if path.is_file() and str(path.relative_to(local)) not in stamps:
             path.unlink()
-    layout.write_json(_stamps(local), stamps)
+    layout.write_json(local.parent / _STAMPS, stamps)
 
 
 def upload(directory: Path, url: str) -> None:
@@ -266,15 +270,3 @@ def _alone(cache: Path) -> Generator[None, None, None]:
     with open(cache / ".fetch.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _stamps(local: Path) -> Path:
-    return local.parent / "stamps.json"
-
-
-def _known(local: Path) -> dict[str, str]:
-    try:
-        found: Any = json.loads(_stamps(local).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -58,7 +58,8 @@ class Trace:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.run, self._problems = read_run(directory)
-        self._is_live = layout.has_live_writer(directory)
+        self.is_live = layout.has_live_writer(directory)
+        """True if a process was writing the trace when it was opened."""
         self._frames: dict[str, pd.DataFrame] = {}
         self._cuts: dict[str, str] = {}
 
@@ -136,15 +137,10 @@ class Trace:
         return self.directory.resolve() if self.url is None else Path.cwd() / self.directory.name
 
     @property
-    def is_live(self) -> bool:
-        """True if a process was writing the trace when it was opened."""
-        return self._is_live
-
-    @property
     def problems(self) -> list[str]:
         """Say in sentences what a reader must know before trusting the numbers. Reads the live files."""
         found = list(self._problems)
-        if self._is_live:
+        if self.is_live:
             found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
         elif self.run.get("copied_while_written"):
             found.append("The trace was still being written when this was copied; rows that were live are missing.")
@@ -228,7 +224,7 @@ class Trace:
         tables: list[Any] = []
         for source in sources(self.directory, name):
             tables += [with_rank(piece, source.rank) for piece in source.pieces(name, columns)]
-            if source.cut_after is not None and not self._is_live:
+            if source.cut_after is not None and not self.is_live:
                 self._cuts[source.path.name + str(source.rank)] = (
                     f"The live file of {name}, rank {source.rank}, is cut after {source.cut_after} batches; the rest "
                     "of it cannot be read."
@@ -237,7 +233,7 @@ class Trace:
         return apart(pa.concat_tables(tables).unify_dictionaries(), self._conflicts)
 
     def __repr__(self) -> str:
-        state = "being written" if self._is_live else "complete" if self.is_complete else "not closed"
+        state = "being written" if self.is_live else "complete" if self.is_complete else "not closed"
         return f"Trace({str(self.directory)!r}, {state})"
 
     def _repr_html_(self) -> str:

@@ -52,10 +52,6 @@ class Retention:
     max_bytes: int | None = None
     """Disk that the trace may take. It outweighs the others."""
 
-    @property
-    def limits_anything(self) -> bool:
-        return any(limit is not None for limit in (self.keep_steps, self.keep_s, self.max_bytes))
-
 
 class _OldPart(NamedTuple):
     part: layout.PartFile

@@ -76,8 +76,11 @@ class TraceWriter:
         self._mutex = threading.Condition()
         self._rotate_bytes = rotate_bytes
         self._retention = retention or Retention()
-        limits = self._retention.limits_anything
-        self._enforcer = RetentionEnforcer(self.directory, self._retention, self._say_thinned) if limits else None
+        self._enforcer = None
+        if self._retention != Retention():
+            self._enforcer = RetentionEnforcer(
+                self.directory, self._retention, lambda windows: self.update_run(thinned=windows)
+            )
         self._compactor = Compactor(self.directory, self._enforcer, self._compacted)
         limit = self._retention.max_bytes
         self._max_live_bytes = None if limit is None else int(LIVE_SHARE * limit)
@@ -221,9 +224,6 @@ class TraceWriter:
             self._mutex.notify_all()
         if self._mirror is not None:
             self._mirror.poke()
-
-    def _say_thinned(self, windows: dict[str, Any]) -> None:
-        self.update_run(thinned=windows)
 
     def _keep_at_last(self) -> None:
         """Enforce the retention after the last part, and note by how much the parts are too large."""
