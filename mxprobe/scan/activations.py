@@ -79,7 +79,7 @@ class Activations:
 
         def hook_of(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                if name in rows:
+                if rows.get(name):
                     return  # a module that is called several times is measured at its first call, as in a live run
                 try:
                     rows[name] = list(self._rows_of_call(name, module, args, kwargs, output, step, is_token))
