@@ -31,26 +31,19 @@ if TYPE_CHECKING:
     from mxprobe_kernels.whatif import correction_errors as correction_errors
 
 _HOME = {
-    "CHANGE_COLUMNS": "weight_codes",
-    "Decomposition": "decomposition",
-    "WHATIF_COLUMNS": "whatif",
-    "correction_errors": "whatif",
-    "GroupedDecomposition": "grouped",
-    "ErrorFields": "torch_backend",
-    "accumulate": "custom_op",
-    "apply_correction": "corrections",
-    "code_changes": "weight_codes",
-    "code_hash": "weight_codes",
-    "decompose": "frontend",
-    "decompose_grouped": "grouped",
-    "error_fields": "frontend",
-    "exact_kl": "policy",
-    "lite": "frontend",
-    "new_slots": "custom_op",
-    "quantize_dequantize": "frontend",
-    "row_sketch": "weight_codes",
-    "token_statistics": "policy",
-    "warm_up": "custom_op",
+    name: module
+    for module, names in {
+        "corrections": ("apply_correction",),
+        "custom_op": ("accumulate", "new_slots", "warm_up"),
+        "decomposition": ("Decomposition",),
+        "frontend": ("decompose", "error_fields", "lite", "quantize_dequantize"),
+        "grouped": ("GroupedDecomposition", "decompose_grouped"),
+        "policy": ("exact_kl", "token_statistics"),
+        "torch_backend": ("ErrorFields",),
+        "weight_codes": ("CHANGE_COLUMNS", "code_changes", "code_hash", "row_sketch"),
+        "whatif": ("WHATIF_COLUMNS", "correction_errors"),
+    }.items()
+    for name in names
 }
 
 SHIPPED_MODULES = (
@@ -67,6 +60,7 @@ SHIPPED_MODULES = (
     "lite_statistics",
     "policy",
     "quantizer",
+    "recipe_grammar",
     "rounding",
     "stochastic",
     "torch_backend",

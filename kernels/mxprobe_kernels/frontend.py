@@ -72,7 +72,7 @@ def lite(
 
         along_last = bool(x.dim()) and dim in (-1, x.dim() - 1) and (x.stride(-1) == 1 or not x.numel())
         if record == MXFP4 and along_last and x.dtype != torch.float64:
-            return Lite(*triton_backend.lite(x, chosen))
+            return triton_backend.lite(x, chosen)
         return from_decomposition(triton_backend.decompose(x, record, chosen, dim))
     if picked == "cpu":
         return cpu_backend.lite(x, record, chosen, dim)

@@ -37,7 +37,7 @@ def token_statistics(
     if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
         from mxprobe_kernels import triton_policy
 
-        return triton_policy.token_statistics(logits, tokens, temperature)
+        return TokenStatistics(*triton_policy.token_statistics(logits, tokens, temperature))
     rows = max(chunk_elements // max(logits.shape[1], 1), 1)
     log_prob = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     entropy = torch.empty_like(log_prob)

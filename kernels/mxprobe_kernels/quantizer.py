@@ -24,9 +24,15 @@ def quantized(
 
 
 @torch.no_grad()
-def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch_backend.quantize_dequantize`."""
+def quantize_dequantize(
+    x: torch.Tensor, format: Format, rule: Rule, dim: int, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x -> (Q(x), shaped like x, in `dtype` or x's own; exponents of power-of-two scales, int32, N blocks at `dim`).
+
+    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A
+    Q past the range of the dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536).
+    """
     blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
-    wide = x.dtype if x.dtype == torch.float32 else torch.float64
-    q, exponent = quantized(blocks, format, rule, wide)
-    return from_blocks(q.to(x.dtype), shape), per_block(exponent.squeeze(-1), shape)
+    dtype = dtype or x.dtype
+    q, exponent = quantized(blocks, format, rule, dtype if dtype == torch.float32 else torch.float64)
+    return from_blocks(q.to(dtype), shape), per_block(exponent.squeeze(-1), shape)

@@ -21,6 +21,7 @@ import triton
 from mxprobe_kernels.blocks import block_lengths, rows_of
 from mxprobe_kernels.decomposition import Decomposition, empty
 from mxprobe_kernels.formats import MXFP4, Format, Rule
+from mxprobe_kernels.lite_statistics import Lite
 from mxprobe_kernels.rounding import FP32_INF_BITS, power_of_two, scale_exponent
 from mxprobe_kernels.torch_backend import delta_histogram
 from mxprobe_kernels.triton_exact_backend import decompose_format, exact_parts, integers
@@ -106,15 +107,6 @@ def lite(x: torch.Tensor, rule: Rule, *, enabled: torch.Tensor | None = None) ->
     chosen = torch.cat((exact[:2], exact[15:16], exact[17:18]))  # an index of the host would be copied, and waited for
     both = torch.where(flag != 0, chosen, fast)
     return Lite(torch.cat((both, exact[19:20])), amax.amax().view(torch.float32))
-
-
-class Lite(NamedTuple):
-    """On the device of the input."""
-
-    sums: torch.Tensor
-    """float64[5]: sum_x2, sum_e2, n_zeroed, n_saturated, n_nonfinite."""
-    amax: torch.Tensor
-    """float32 [], over the blocks without NaN or infinity."""
 
 
 def zeroed_parts(n: int, slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

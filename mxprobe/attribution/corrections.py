@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mxprobe.schema import Component
-from mxprobe_kernels.formats import CorrectionKind, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import CorrectionKind
 
 from .costs import cost_of, tier_of
 from .intervals import Gain, gain_of

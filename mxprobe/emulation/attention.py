@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from mxprobe.emulation.linear import Plan, refuse_double_backward
-from mxprobe.emulation.operand import Operand
 from mxprobe.emulation.quantizer import quantize
+from mxprobe_kernels.recipe_grammar import Operand
 
 _QK, _PV = 0, 8
 """Offsets in a module's salt, which has room for sixteen operands."""

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mxprobe.emulation.operand import Operand
 from mxprobe.emulation.quantizer import quantize
 from mxprobe.emulation.recipe import Recipe
+from mxprobe_kernels.recipe_grammar import Operand
 
 # Not F.linear, which a module's interception (see `modules`) would quantize a second time.
 _linear = torch.ops.aten.linear.default

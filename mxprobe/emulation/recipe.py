@@ -11,10 +11,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mxprobe.emulation.operand import HIGH_PRECISION, Operand
 from mxprobe.errors import UsageError
 from mxprobe.schema import Role
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.recipe_grammar import SPELLING, Correction, Operand
+
+HIGH_PRECISION = Operand()
 
 
 class Side(str, Enum):
@@ -103,8 +104,14 @@ class Recipe:
         return replace(self, side=Side(side))
 
     def corrected(self, correction: Correction | str, roles: tuple[str, ...] = ("x_fwd",)) -> Recipe:
-        """The recipe with a correction of `mxprobe recommend` switched on for some roles."""
-        changed: dict[str, Any] = {role: self.operand(role).corrected(correction) for role in roles}
+        """The recipe with a correction of `mxprobe recommend` switched on for some roles.
+
+        UsageError where the correction cannot be read, or does not combine with what is on.
+        """
+        try:
+            changed: dict[str, Any] = {role: self.operand(role).corrected(correction) for role in roles}
+        except ValueError as error:
+            raise UsageError(f"cannot switch on {correction}: {error}") from None
         return replace(self, name=f"{self.name}+{correction}", **changed)
 
     @classmethod
@@ -192,7 +199,7 @@ def _with_settings(base: Recipe, settings: list[str], source: str) -> Recipe:
             raise UsageError(f"{source!r}: {setting!r} is not KEY=VALUE")
         if key in ROLES or key in GROUPS:
             for role in GROUPS.get(key, (key,)):
-                changes[role] = Operand.parse(value)
+                changes[role] = _operand(value)
         elif key in _GLOBS:
             changes[key] = tuple(part for part in value.split(",") if part)
         elif key in _COUNTS:
@@ -224,38 +231,30 @@ def _nearest(recipe: Recipe) -> str:
     return min(NAMED_RECIPES, key=distance)
 
 
-def _uniform(name: str, operand: str) -> Recipe:
-    everywhere: dict[str, Any] = dict.fromkeys(ROLES, Operand.parse(operand))
-    return Recipe(name, **everywhere)
+def _operand(text: str) -> Operand:
+    try:
+        return Operand.parse(text)
+    except ValueError as error:
+        raise UsageError(str(error), remedy=f"spell it {SPELLING}") from None
 
 
-def _fake_quantized(name: str, x: str, w: str) -> Recipe:
-    return Recipe(
-        name,
-        x_fwd=Operand.parse(x),
-        w_fwd=Operand.parse(w),
-        w_dgrad=Operand.parse(f"{w}+as_forward") if w != "none" else HIGH_PRECISION,
-        x_wgrad=Operand.parse(f"{x}+as_forward") if x != "none" else HIGH_PRECISION,
-    )
-
-
+_NAMED = {
+    "none": "",
+    # arXiv 2605.20402: all three GEMMs in MXFP4, scale by "ceiling".
+    "paper": "all=mxfp4/rceil",
+    # OCP MX v1.0's conversion, which saturates.
+    "ocp": "all=mxfp4/floor",
+    "nvfp4": "all=nvfp4",
+    "nvfp4_4over6": "all=nvfp4_4over6",
+    "hif4": "all=hif4",
+    "mxfp6": "all=mxfp6_e2m3/rceil",
+    "mxfp8": "all=mxfp8/rceil",
+    # Forward operands only, straight-through backward: what QAT fake-quantization computes.
+    "qat": "fwd=mxfp4/rceil w_dgrad=mxfp4/rceil+as_forward x_wgrad=mxfp4/rceil+as_forward",
+    "qat-nvfp4": "fwd=nvfp4 w_dgrad=nvfp4+as_forward x_wgrad=nvfp4+as_forward",
+    "w4a8": "x_fwd=mxfp8/rceil w_fwd=mxfp4/rceil w_dgrad=mxfp4/rceil+as_forward x_wgrad=mxfp8/rceil+as_forward",
+    "w4a16": "w_fwd=mxfp4/rceil w_dgrad=mxfp4/rceil+as_forward",
+}
 NAMED_RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("none"),
-        # arXiv 2605.20402: all three GEMMs in MXFP4, scale by "ceiling".
-        _uniform("paper", "mxfp4/rceil"),
-        # OCP MX v1.0's conversion, which saturates.
-        _uniform("ocp", "mxfp4/floor"),
-        _uniform("nvfp4", "nvfp4"),
-        _uniform("nvfp4_4over6", "nvfp4_4over6"),
-        _uniform("hif4", "hif4"),
-        _uniform("mxfp6", "mxfp6_e2m3/rceil"),
-        _uniform("mxfp8", "mxfp8/rceil"),
-        # Forward operands only, straight-through backward: what QAT fake-quantization computes.
-        _fake_quantized("qat", "mxfp4/rceil", "mxfp4/rceil"),
-        _fake_quantized("qat-nvfp4", "nvfp4", "nvfp4"),
-        _fake_quantized("w4a8", "mxfp8/rceil", "mxfp4/rceil"),
-        _fake_quantized("w4a16", "none", "mxfp4/rceil"),
-    )
+    name: _with_settings(Recipe(), [f"name={name}", *line.split()], name) for name, line in _NAMED.items()
 }

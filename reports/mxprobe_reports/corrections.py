@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mxprobe.attribution import CorrectionScore, Recommendation
 from mxprobe.schema import Verdict
-from mxprobe_kernels.formats import Correction, CorrectionKind
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .markup import Html, basis, card, join, link, percent, scope, tag
 from .verdict import gain_text, short

@@ -23,7 +23,8 @@ from mxprobe.agent.snapshot import Snapshot
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels import cpu_backend, cpu_quantizer
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, E2M1_GRID
+from mxprobe_kernels.formats import E2M1_GRID
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 from tests.live_bytes import LiveBytes
 
 K = 256

@@ -6,7 +6,8 @@ import torch
 import mxprobe_kernels
 from mxprobe.agent.operands import IDENTITY_TOLERANCE, Operand, identity_error, measure_corrections, measure_operand
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Role
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
 
 def operand(m: int = 64, c: int = 96, n: int = 40, *, seed: int = 0, scale: float = 1.0) -> Operand:

@@ -3,7 +3,7 @@ import torch
 
 from mxprobe.agent.recipes import CORRECTED, NONE, OTHER_FORMATS, RULES, Call, candidates, infer_recipe, quantize
 from mxprobe.attribution.measured import correction_of
-from mxprobe_kernels.formats import DEFAULT_WHATIFS
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mxprobe_kernels import apply_correction, quantize_dequantize
-from mxprobe_kernels.formats import FORMATS, Correction, Rule, ScaleType
+from mxprobe_kernels.formats import FORMATS, Rule, ScaleType
+from mxprobe_kernels.recipe_grammar import Correction
 from mxprobe_kernels.reference_formats import quantize
 from tests.cases import GOLDEN, hard_tensors, same_bits
 

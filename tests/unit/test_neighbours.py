@@ -15,7 +15,7 @@ from mxprobe.attribution.neighbours import alignments, block_ratios, bucket_rati
 from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES, Role
-from mxprobe_kernels.formats import CHANNEL_WHATIFS, Correction
+from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, Correction
 
 PLACE = {"step": 1, "module": "up", "role": "x_fwd", "phase": "train"}
 

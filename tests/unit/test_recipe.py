@@ -34,7 +34,7 @@ def test_an_operand_prints_as_it_is_spelled(text: str) -> None:
 
 def test_the_default_rule_and_the_order_of_corrections() -> None:
     assert str(Operand.parse("mxfp4")) == "mxfp4/rceil"
-    with pytest.raises(UsageError, match="then at most one of:ALPHA"):
+    with pytest.raises(ValueError, match="then at most one of:ALPHA"):
         Operand.parse("mxfp4+of:0.5+mbs:128")
 
 
@@ -55,8 +55,11 @@ def test_the_default_rule_and_the_order_of_corrections() -> None:
     ],
 )
 def test_a_wrong_operand_says_why_and_how_to_spell_it(text: str, why: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(ValueError, match="cannot read the operand") as unread:
         Operand.parse(text)
+    assert why in str(unread.value)
+    with pytest.raises(UsageError) as caught:
+        Recipe.parse(f"paper x_fwd={text}")
     assert why in str(caught.value)
     assert "spell it FORMAT[/RULE]" in str(caught.value)
 
