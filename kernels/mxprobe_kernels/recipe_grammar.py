@@ -124,6 +124,10 @@ class Correction:
         """The format that this correction switches to; None where it changes MXFP4's, or quantizes nothing."""
         return FORMATS.get(self.kind.value)
 
+    @property
+    def needs_whole_tensor(self) -> bool:
+        return Operand.from_correction(self).needs_whole_tensor
+
 
 DEFAULT_WHATIFS: tuple[str, ...] = (
     "rule:floor",
