@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from mxprobe_kernels.custom_op import warm_up as warm_up
     from mxprobe_kernels.decomposition import Decomposition as Decomposition
     from mxprobe_kernels.frontend import decompose as decompose
-    from mxprobe_kernels.frontend import error_fields as error_fields
     from mxprobe_kernels.frontend import lite as lite
-    from mxprobe_kernels.frontend import quantize_dequantize as quantize_dequantize
     from mxprobe_kernels.grouped import GroupedDecomposition as GroupedDecomposition
     from mxprobe_kernels.grouped import decompose_grouped as decompose_grouped
     from mxprobe_kernels.policy import exact_kl as exact_kl
     from mxprobe_kernels.policy import token_statistics as token_statistics
+    from mxprobe_kernels.quantizer import quantize_dequantize as quantize_dequantize
     from mxprobe_kernels.torch_backend import ErrorFields as ErrorFields
+    from mxprobe_kernels.torch_backend import error_fields as error_fields
     from mxprobe_kernels.weight_codes import CHANGE_COLUMNS as CHANGE_COLUMNS
     from mxprobe_kernels.weight_codes import code_changes as code_changes
     from mxprobe_kernels.weight_codes import code_hash as code_hash
@@ -36,10 +36,11 @@ _HOME = {
         "corrections": ("apply_correction",),
         "custom_op": ("accumulate", "new_slots", "warm_up"),
         "decomposition": ("Decomposition",),
-        "frontend": ("decompose", "error_fields", "lite", "quantize_dequantize"),
+        "frontend": ("decompose", "lite"),
         "grouped": ("GroupedDecomposition", "decompose_grouped"),
         "policy": ("exact_kl", "token_statistics"),
-        "torch_backend": ("ErrorFields",),
+        "quantizer": ("quantize_dequantize",),
+        "torch_backend": ("ErrorFields", "error_fields"),
         "weight_codes": ("CHANGE_COLUMNS", "code_changes", "code_hash", "row_sketch"),
         "whatif": ("WHATIF_COLUMNS", "correction_errors"),
     }.items()

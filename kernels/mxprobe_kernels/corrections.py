@@ -60,7 +60,7 @@ def quantize_operand(
         return stochastic.quantize(x, format, rule, dim, salt=salt, dtype=dtype)
     if operand.corrections:
         return _corrected(x, operand.corrections, rule, dim).to(dtype)
-    return quantize_dequantize(x, format, rule, dim, dtype)[0]
+    return quantize_dequantize(x, format=format, rule=rule, dim=dim, dtype=dtype)[0]
 
 
 def _corrected(x: torch.Tensor, corrections: tuple[Correction, ...], rule: Rule, dim: int) -> torch.Tensor:

@@ -14,11 +14,10 @@ from importlib.util import find_spec
 
 import torch
 
-from mxprobe_kernels import cpu_backend, quantizer, torch_backend
+from mxprobe_kernels import cpu_backend, torch_backend
 from mxprobe_kernels.decomposition import Decomposition
 from mxprobe_kernels.formats import MXFP4, Format, Rule, get_format, get_rule
 from mxprobe_kernels.lite_statistics import Lite, from_decomposition
-from mxprobe_kernels.torch_backend import ErrorFields
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 
@@ -96,20 +95,3 @@ def pick_backend(backend: str, x: torch.Tensor) -> str:
 def has_triton() -> bool:
     """Whether triton can be imported, and our kernels for it: an agent's archive has only the torch path."""
     return find_spec("triton") is not None and find_spec("mxprobe_kernels.triton_backend") is not None
-
-
-def quantize_dequantize(
-    x: torch.Tensor, *, format: str | Format = "mxfp4", rule: str | Rule = "rceil", dim: int = -1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x -> (Q(x) shaped and typed like x, exponents of the power-of-two scales, int32, one per block at `dim`).
-
-    A block with a NaN or an infinity comes back as NaN. ValueError as for `decompose`.
-    """
-    return quantizer.quantize_dequantize(x, get_format(format), get_rule(rule), dim)
-
-
-def error_fields(
-    x: torch.Tensor, *, format: str | Format = "mxfp4", rule: str | Rule = "rceil", dim: int = -1
-) -> ErrorFields:
-    """The decomposition of x element by element; `.decomposition()` has its sums. ValueError as for `decompose`."""
-    return torch_backend.error_fields(x, get_format(format), get_rule(rule), dim)

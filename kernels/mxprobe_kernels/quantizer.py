@@ -6,7 +6,7 @@ import torch
 
 from mxprobe_kernels import cpu_quantizer, torch_backend
 from mxprobe_kernels.blocks import from_blocks, per_block, to_blocks
-from mxprobe_kernels.formats import Format, Rule
+from mxprobe_kernels.formats import Format, Rule, get_format, get_rule
 
 
 def quantized(
@@ -25,13 +25,19 @@ def quantized(
 
 @torch.no_grad()
 def quantize_dequantize(
-    x: torch.Tensor, format: Format, rule: Rule, dim: int, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    *,
+    format: str | Format = "mxfp4",
+    rule: str | Rule = "rceil",
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x -> (Q(x), shaped like x, in `dtype` or x's own; exponents of power-of-two scales, int32, N blocks at `dim`).
+    """Return Q(x), shaped like x, in `dtype` or x's own, and exponents of power-of-two scales, int32, one per block.
 
-    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A
+    ValueError as for `decompose`. A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A
     Q past the range of the dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536).
     """
+    format, rule = get_format(format), get_rule(rule)
     blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
     dtype = dtype or x.dtype
     q, exponent = quantized(blocks, format, rule, dtype if dtype == torch.float32 else torch.float64)

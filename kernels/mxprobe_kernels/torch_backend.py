@@ -19,18 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from mxprobe_kernels.blocks import (
-    block_sizes,
-    from_blocks,
-    pad_rows,
-    per_block,
-    rows_of,
-    tiles,
-    to_blocks,
-)
+from mxprobe_kernels.blocks import block_sizes, from_blocks, pad_rows, rows_of, tiles, to_blocks
 from mxprobe_kernels.columns import CODE_BINS, DELTA_BINS
 from mxprobe_kernels.decomposition import Decomposition, combine, empty, pack
-from mxprobe_kernels.formats import E2M1_GRID, Format, Rule, ScaleType
+from mxprobe_kernels.formats import E2M1_GRID, Format, Rule, ScaleType, get_format, get_rule
 from mxprobe_kernels.rounding import (
     E8M0_BIAS,
     amax_bits,
@@ -138,25 +130,19 @@ def decompose(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Decompos
 
 
 @torch.no_grad()
-def error_fields(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> ErrorFields:
-    """The decomposition of x element by element, tensors shaped like x; about 60 bytes of memory an element."""
+def error_fields(
+    x: torch.Tensor, *, format: str | Format = "mxfp4", rule: str | Rule = "rceil", dim: int = -1
+) -> ErrorFields:
+    """The decomposition of x element by element, tensors shaped like x; about 60 bytes of memory an element.
+
+    `.decomposition()` has its sums. x and errors as for `decompose` in `frontend`.
+    """
+    format, rule = get_format(format), get_rule(rule)
     blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
     tensor_amax = finite_amax(blocks) if format.tensor_scale else None
     sizes = block_sizes((prod(shape.moved[:-1]), shape.moved[-1]), format, x.device)
     fields = fields_of(blocks, sizes, format, rule, tensor_amax)
     return fields._replace(**{name: from_blocks(getattr(fields, name), shape) for name in _ELEMENTWISE})
-
-
-@torch.no_grad()
-def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x -> (q shaped and typed like x, exponents int32 with N blocks at `dim`).
-
-    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A
-    q past the range of x's dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536).
-    """
-    blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
-    q, scales = quantized_blocks(blocks, format, rule)
-    return from_blocks(q.to(x.dtype), shape), per_block(scales.exponent.squeeze(-1), shape)
 
 
 def quantized_blocks(blocks: torch.Tensor, format: Format, rule: Rule) -> tuple[torch.Tensor, Scales]:

@@ -44,7 +44,7 @@ def code_hash(
     column = torch.arange(first_column, first_column + _matrix(w).shape[1], device=w.device) * _COLUMN
     total = torch.zeros((), dtype=torch.int64, device=w.device)
     for begin, part in _chunks(w, record):
-        q, _ = quantize_dequantize(part.float(), record, chosen, -1)
+        q, _ = quantize_dequantize(part.float(), format=record, rule=chosen)
         row = torch.arange(first_row + begin, first_row + begin + len(part), device=w.device) * _ROW
         bits = (q + 0.0).view(torch.int32).to(torch.int64)
         total += mix(bits + row[:, None] + column).sum()
@@ -79,7 +79,8 @@ def code_changes(
     total = torch.zeros((n_groups + 1, len(CHANGE_COLUMNS)), dtype=torch.float64, device=before.device)
     for begin, part in _chunks(before, record):
         old, new = part.double(), after[begin : begin + len(part)].double()
-        dq = quantize_dequantize(new, record, chosen, -1)[0] - quantize_dequantize(old, record, chosen, -1)[0]
+        old_q, new_q = (quantize_dequantize(w, format=record, rule=chosen)[0] for w in (old, new))
+        dq = new_q - old_q
         dq, dw = dq.nan_to_num(0.0, 0.0, 0.0), (new - old).nan_to_num(0.0, 0.0, 0.0)
         n = torch.full((len(part),), float(part.shape[1]), dtype=torch.float64, device=part.device)
         sums = torch.stack((n, (dq != 0).sum(1).double(), (dw * dw).sum(1), (dq * dq).sum(1), (dw * dq).sum(1)), 1)

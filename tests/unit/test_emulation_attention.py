@@ -15,7 +15,7 @@ from mxprobe.emulation.attention import emulated_attention
 from mxprobe.emulation.linear import Plan, emulated_linear
 from mxprobe.emulation.recipe import ROLES
 from mxprobe_kernels.reference import decompose
-from mxprobe_kernels.reference_formats import quantize
+from tests.reference_formats import quantize
 
 # B batch, H heads, T queries, S keys, D head dimension; nothing a multiple of 32.
 B, H, T, S, D = 2, 2, 37, 41, 24
