@@ -40,6 +40,13 @@ def rows_of(x: torch.Tensor, dim: int) -> torch.Tensor:
     return moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
 
 
+def unit_stride(rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """rows [R, K], blocks along K -> a matrix of unit stride along its second axis, and whether blocks run down it."""
+    columns = rows.stride(0) == 1 and rows.stride(1) != 1
+    matrix = rows.t() if columns else rows
+    return (matrix if matrix.stride(1) == 1 else matrix.contiguous()), columns
+
+
 def to_blocks(x: torch.Tensor, dim: int, block: int, block_rows: int = 1) -> tuple[torch.Tensor, BlockShape]:
     """[..., K at dim, ...] -> float32 [R, N, B], the last block of a row padded with zeros."""
     rows = rows_of(x, dim)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mxprobe_kernels.blocks import pad_rows, rows_of, tiles
+from mxprobe_kernels.blocks import pad_rows, rows_of, tiles, unit_stride
 from mxprobe_kernels.decomposition import N_VALUES, Decomposition, empty
 from mxprobe_kernels.formats import MXFP4, Format, Rule, ScaleType
 from mxprobe_kernels.lite_statistics import Lite, from_decomposition
@@ -151,10 +151,7 @@ def _statistics(
         return values
     if rows.dtype == torch.float64:
         rows = rows.float()
-    columns = rows.stride(0) == 1 and rows.stride(1) != 1
-    matrix = rows.t() if columns else rows
-    if matrix.stride(1) != 1:
-        matrix = matrix.contiguous()
+    matrix, columns = unit_stride(rows)
     failed = loaded.mxprobe_statistics(
         matrix.data_ptr(),
         _DTYPES[matrix.dtype],

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from mxprobe_kernels.blocks import block_lengths, rows_of
+from mxprobe_kernels.blocks import block_lengths, rows_of, unit_stride
 from mxprobe_kernels.decomposition import Decomposition, empty
 from mxprobe_kernels.formats import MXFP4, Format, Rule
 from mxprobe_kernels.lite_statistics import Lite
@@ -60,13 +60,6 @@ def decompose(
     if enabled is not None:
         values = torch.where(enabled != 0, values, 0.0)
     return Decomposition(values, format.name, rule.value)
-
-
-def unit_stride(rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """rows [R, K], blocks along K -> a matrix of unit stride along its second axis, and whether blocks run down it."""
-    columns = rows.stride(0) == 1 and rows.stride(1) != 1
-    matrix = rows.t() if columns else rows
-    return (matrix if matrix.stride(1) == 1 else matrix.contiguous()), columns
 
 
 @torch.no_grad()

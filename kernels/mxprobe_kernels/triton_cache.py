@@ -25,19 +25,8 @@ from triton.runtime import cache
 CHOICES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")
 _KNOBS = ("dir", "home_dir", "manager_class")
 NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "glusterfs",
-    "9p",
-    "afs",
-    "wekafs",
-    "panfs",
+    *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+    *("9p", "afs", "wekafs", "panfs"),
 )
 FALLBACKS = ("/tmp", "/var/tmp")
 _MOUNTS = "/proc/mounts"

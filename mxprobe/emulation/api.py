@@ -164,32 +164,31 @@ class Emulation:
         _check(self.model, recipe)
         touched: list[Touched] = []
         skipped: list[Skipped] = []
-        for ordinal, (name, module, reason) in enumerate(candidates(self.model, recipe)):
-            if reason:
-                uninstall(module)
-                skipped.append(Skipped(name, type(module).__name__, reason))
-                continue
-            if not is_installed(module):
-                install(module, Site(self._control, ordinal, module))
-            shared = shared_with(self.model, module)
-            note = f"weight shared with {', '.join(shared)}, which reads it unquantized" if shared else ""
-            touched.append(Touched(name, type(module).__name__, _weight_shape(module), note))
         products = attention_candidates(self.model, recipe)
-        chosen = {id(module) for _, module, reason in products if not reason}
+        chosen = {id(candidate.module) for candidate in products if not candidate.reason}
         for module in self.model.modules():
             if id(module) not in chosen and attention_site(module) is not None:
                 uninstall(module)
-        for ordinal, (name, module, reason) in enumerate(products, start=_FIRST_ATTENTION):
-            if reason:
-                skipped.append(Skipped(name, type(module).__name__, reason))
-                continue
-            if attention_site(module) is None:
-                install(module, Site(self._control, ordinal, module, is_attention=True))
-            touched.append(Touched(name, type(module).__name__, (), "its products q k^T and p v"))
+        for first, found in ((0, candidates(self.model, recipe)), (_FIRST_ATTENTION, products)):
+            for ordinal, (name, module, reason) in enumerate(found, start=first):
+                if reason:
+                    uninstall(module)
+                    skipped.append(Skipped(name, type(module).__name__, reason))
+                    continue
+                if not is_installed(module):
+                    install(module, Site(self._control, ordinal, module, is_attention=found is products))
+                touched.append(self._touched(name, module, is_attention=found is products))
         self.touched = tuple(touched)
         self.skipped = tuple(skipped)
         self._control.switch(recipe)
         self.history.append(Change(self._control.step, recipe))
+
+    def _touched(self, name: str, module: nn.Module, *, is_attention: bool) -> Touched:
+        if is_attention:
+            return Touched(name, type(module).__name__, (), "its products q k^T and p v")
+        shared = shared_with(self.model, module)
+        note = f"weight shared with {', '.join(shared)}, which reads it unquantized" if shared else ""
+        return Touched(name, type(module).__name__, _weight_shape(module), note)
 
     def products_seen(self) -> dict[str, int]:
         """Calls that multiplied q by k or p by v, or did both, so far and outside torch.compile, by attention module.

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -55,11 +55,6 @@ class NoiseSchedule:
         if last == 1:
             return self.sigma_start
         return self.sigma_start * (self.sigma_end / self.sigma_start) ** ((k - 1) / (last - 1))
-
-
-class _Noised(NamedTuple):
-    name: str
-    parameter: nn.Parameter
 
 
 class QuantizationNoise:
@@ -105,7 +100,7 @@ class QuantizationNoise:
     @property
     def names(self) -> list[str]:
         """Parameters that receive noise."""
-        return [weight.name for weight in self._weights]
+        return list(self._weights)
 
     @property
     def is_on(self) -> bool:
@@ -159,9 +154,9 @@ class QuantizationNoise:
                 "an evaluation, whose numbers would be those of another model",
                 sigma,
             )
-        self._saved = [weight.parameter.detach().clone() for weight in self._weights]
+        self._saved = [parameter.detach().clone() for parameter in self._weights.values()]
         self._n_draws += 1
-        for index, (_, parameter) in enumerate(self._weights):
+        for index, parameter in enumerate(self._weights.values()):
             # One generator per draw and parameter: the same noise on every rank, whatever else it trains.
             generator = torch.Generator().manual_seed(hash((self._seed, self._n_draws, index)) % 2**63)
             values = parameter.detach()
@@ -176,22 +171,25 @@ class QuantizationNoise:
         """The trained weights, bit for bit. Does nothing when there is no noise."""
         if self._saved is None:
             return
-        for (_, parameter), saved in zip(self._weights, self._saved, strict=True):
+        for parameter, saved in zip(self._weights.values(), self._saved, strict=True):
             parameter.copy_(saved)
         self._saved = None
         self.sigma = 0.0
 
 
-def _weights_of(model: nn.Module, target: Target) -> list[_Noised]:
-    found: dict[int, _Noised] = {}
+def _weights_of(model: nn.Module, target: Target) -> dict[str, nn.Parameter]:
+    """Each weight once, under its first name."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
     for name, module in model.named_modules():
         if target == "rmsnorm":
             wanted = "RMSNorm" in type(module).__name__
         else:
             wanted = isinstance(module, nn.Linear) and "lm_head" not in name
         weight = dict(module.named_parameters(recurse=False)).get("weight") if wanted else None
-        if weight is not None:
-            found.setdefault(id(weight), _Noised(f"{name}.weight", weight))
+        if weight is not None and id(weight) not in seen:
+            seen.add(id(weight))
+            found[f"{name}.weight"] = weight
     if not found:
         what = "RMSNorm weight" if target == "rmsnorm" else "Linear weight"
         raise UsageError(
@@ -199,4 +197,4 @@ def _weights_of(model: nn.Module, target: Target) -> list[_Noised]:
             cause="its normalisation layers have another class name" if target == "rmsnorm" else "",
             remedy="use target='weights'" if target == "rmsnorm" else "use target='rmsnorm'",
         )
-    return list(found.values())
+    return found

@@ -55,16 +55,6 @@ def emulated_linear(
     return _EmulatedLinear.apply(x, weight, bias, plan, salt)
 
 
-def emulated_linear_of_quantized(
-    x: torch.Tensor, quantized_weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, salt: int = 0
-) -> torch.Tensor:
-    """The forward GEMM alone, of a weight that is Q(W) already. No gradient."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(quantized_weight.dtype)
-        bias = None if bias is None else bias.to(quantized_weight.dtype)
-    return _linear(quantize(x, plan.x_fwd, dim=-1, salt=salt), quantized_weight, bias)
-
-
 class _EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from mxprobe.emulation.attention import InterceptAttention
 from mxprobe.emulation.control import Control
-from mxprobe.emulation.linear import emulated_linear, emulated_linear_of_quantized
+from mxprobe.emulation.linear import emulated_linear
 from mxprobe.emulation.quantizer import quantize
+from mxprobe.emulation.recipe import HIGH_PRECISION
 from mxprobe.emulation.selection import INNER_FORWARD, SITE, inner_forward, is_fused_experts, own_forward
 
 
@@ -104,7 +105,7 @@ def _linear_forward(module: Any, site: Site, input: torch.Tensor) -> torch.Tenso
 
     kept = control.kept_weight(site.ordinal, quantized_weight)
     if kept is not None:
-        return emulated_linear_of_quantized(input, kept, module.bias, plan, salt)
+        return emulated_linear(input, kept, module.bias, plan._replace(w_fwd=HIGH_PRECISION), salt)
     return emulated_linear(input, module.weight, module.bias, plan, salt)
 
 

