@@ -34,9 +34,9 @@ def quantize_dequantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return Q(x), shaped like x, in `dtype` or x's own, and exponents of power-of-two scales, int32, one per block.
 
-    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A Q past the
-    range of the dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536). ValueError as for
-    `decompose`.
+    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A Q past
+    the range of the dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536). ValueError as
+    for `decompose`.
     """
     format, rule = get_format(format), get_rule(rule)
     blocks, shape = to_blocks(x, dim, format.block, format.block_rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -98,7 +97,7 @@ def stop_counting() -> None:
             _STEP_HOOK.pop().remove()
 
 
-class Emulation:
+class Emulation(AbstractContextManager["Emulation"]):
     """A model under emulation. Made by `emulate`; stays on until removed, also when nobody keeps this object."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, *, seed: int, keep_weights: bool) -> None:
@@ -208,12 +207,7 @@ class Emulation:
         lines += [f"  left out  {s.name} {s.class_name}: {s.reason}" for s in self.skipped]
         return "\n".join(lines)
 
-    def __enter__(self) -> Emulation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Emulation:

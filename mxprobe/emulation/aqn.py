@@ -49,12 +49,10 @@ class NoiseSchedule:
         return min(max(int(progress * self.stages), 0), self.stages - 1)
 
     def sigma(self, progress: float) -> float:
-        k, last = self.stage(progress), self.stages - 1
-        if k == 0:
-            return 0.0
-        if last == 1:
-            return self.sigma_start
-        return self.sigma_start * (self.sigma_end / self.sigma_start) ** ((k - 1) / (last - 1))
+        """Return the relative noise at that progress; 0 in the first stage."""
+        k = self.stage(progress)
+        decay = (self.sigma_end / self.sigma_start) ** ((k - 1) / max(self.stages - 2, 1))
+        return self.sigma_start * decay if k else 0.0
 
 
 class QuantizationNoise:

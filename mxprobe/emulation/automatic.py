@@ -46,8 +46,8 @@ class AutomaticEmulation:
         self._forward_hook: Any = None
 
     def start(self) -> None:
-        register_module_module_registration_hook(self._note_module)
-        register_module_parameter_registration_hook(self._note_parameter)
+        register_module_module_registration_hook(self._note)
+        register_module_parameter_registration_hook(self._note)
         add_param_group = torch.optim.Optimizer.add_param_group
 
         @wraps(add_param_group)
@@ -61,10 +61,7 @@ class AutomaticEmulation:
         optimizers: Any = torch.optim.Optimizer
         optimizers.add_param_group = noticed
 
-    def _note_module(self, module: nn.Module, name: str, submodule: Any) -> None:
-        self._modules.add(module)
-
-    def _note_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+    def _note(self, module: nn.Module, name: str, registered: Any) -> None:
         self._modules.add(module)
 
     def _on_group(self, group: dict[str, Any]) -> None:

@@ -139,12 +139,9 @@ class Recipe:
         base_name = self.name if self.name in NAMED_RECIPES else _nearest(self)
         base = NAMED_RECIPES[base_name]
         changes = [f"{role}={self.operand(role)}" for role in ROLES if self.operand(role) != base.operand(role)]
-        for key in (*_GLOBS, *_COUNTS, "side"):
-            value = getattr(self, key)
-            if value != getattr(base, key):
-                changes.append(f"{key}={','.join(value) if isinstance(value, tuple) else value}")
-        if self.attention != base.attention:
-            changes.append(f"attention={'on' if self.attention else 'off'}")
+        for key in (*_GLOBS, *_COUNTS, "side", "attention"):
+            if getattr(self, key) != getattr(base, key):
+                changes.append(f"{key}={_spelled(getattr(self, key))}")
         if self.name != (base_name if self.operands == base.operands else "custom"):
             changes.append(f"name={self.name}")
         return " ".join([base_name, *changes])
@@ -168,10 +165,7 @@ class Recipe:
         if not isinstance(operands, dict):
             raise UsageError(f"{source}: `operands` must be a table of ROLE = OPERAND")
         settings = [f"{role}={operand}" for role, operand in operands.items()]
-        for key, value in data.items():
-            if isinstance(value, bool):
-                value = "on" if value else "off"
-            settings.append(f"{key}={','.join(value) if isinstance(value, list) else value}")
+        settings += [f"{key}={_spelled(value)}" for key, value in data.items()]
         return _with_settings(cls(), settings, source)
 
     @classmethod
@@ -181,6 +175,12 @@ class Recipe:
         except OSError as error:
             raise UsageError(f"cannot read the recipe {path}: {error.strerror or error}") from None
         return cls.from_toml(text, source=str(path))
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _with_settings(base: Recipe, settings: list[str], source: str) -> Recipe:

@@ -32,11 +32,7 @@ class Candidate(NamedTuple):
 def candidates(model: nn.Module, recipe: Recipe) -> list[Candidate]:
     """Every such module in order of `named_modules`, selected or with its reason."""
     found = [(name, module) for name, module in model.named_modules() if _multiplies(module)]
-    blocks = _block_counts(name for name, _ in model.named_modules())
-    return [
-        Candidate(name, module, _not_emulable(name, module, model) or _not_selected(name, recipe, blocks))
-        for name, module in found
-    ]
+    return _judged(model, recipe, [Candidate(*each, _not_emulable(*each, model)) for each in found])
 
 
 def attention_candidates(model: nn.Module, recipe: Recipe) -> list[Candidate]:
@@ -46,13 +42,12 @@ def attention_candidates(model: nn.Module, recipe: Recipe) -> list[Candidate]:
     """
     if not recipe.attention:
         return []
-    found = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
-    blocks = _block_counts(name for name, _ in model.named_modules())
-    return [
-        Candidate(name, module, _attention_obstacle(module) or _not_selected(name, recipe, blocks))
-        for name, module in found
-        if not any(_is_attention(child) for child in module.modules() if child is not module)
+    found = [
+        Candidate(name, module, _attention_obstacle(module))
+        for name, module in model.named_modules()
+        if _is_attention(module) and sum(map(_is_attention, module.modules())) == 1
     ]
+    return _judged(model, recipe, found)
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -121,6 +116,12 @@ def _calls_linear(module: nn.Module) -> bool:
         forward = forward.__wrapped__
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and bool({"linear", "super"} & {*code.co_names, *code.co_freevars})
+
+
+def _judged(model: nn.Module, recipe: Recipe, found: list[Candidate]) -> list[Candidate]:
+    """The candidates, with the reason why the recipe leaves one out where none was known."""
+    blocks = _block_counts(name for name, _ in model.named_modules())
+    return [each._replace(reason=each.reason or _not_selected(each.name, recipe, blocks)) for each in found]
 
 
 def _not_selected(name: str, recipe: Recipe, blocks: dict[str, int]) -> str:
