@@ -10,7 +10,14 @@ from enum import Enum
 from math import frexp
 
 
-class Rule(str, Enum):
+class Name(str, Enum):
+    """One of a fixed set of names. It prints as it is spelled, as `enum.StrEnum` of Python 3.11 would."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Rule(Name):
     """How the power-of-two (E8M0) scale of a block follows from its amax m. Names are torchao's."""
 
     RCEIL = "rceil"
@@ -26,24 +33,18 @@ class Rule(str, Enum):
     FLOOR_DIV = "floor_div"
     """2^floor(log2(m/6)): nearly every block clips. Never chosen: the signature of a serving bug."""
 
-    def __str__(self) -> str:
-        return self.value
-
     @property
     def covers_amax(self) -> bool:
         """True where s >= s* always holds, so that the deadzone is orthogonal to the other components."""
         return self in (Rule.RCEIL, Rule.CEIL)
 
 
-class ScaleType(str, Enum):
+class ScaleType(Name):
     E8M0 = "e8m0"
     E4M3 = "e4m3"
     FP32 = "fp32"
     E6M2 = "e6m2"
     """Unsigned, 2^-48 to 1.5 * 2^15; the first of HiF4's three levels."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ and Python 3.9 syntax, because the agent ships this file into the attached proce
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache
 
-from mxprobe_kernels.formats import FORMATS, MXFP4, Format, Rule, ScaleType, get_rule
+from mxprobe_kernels.formats import FORMATS, MXFP4, Format, Name, Rule, ScaleType, get_rule
 
 NONE = "none"
 """The name of the format that leaves an operand in high precision."""
 SPELLING = "FORMAT[/RULE][+mbs:B|+had:N][+of:ALPHA][+sr][+2d][+as_forward], e.g. mxfp4/rceil+of:0.5, or none"
 
 
-class CorrectionKind(str, Enum):
+class CorrectionKind(Name):
     RULE = "rule"
     """Another scale rule: `rule:even`."""
     MACRO_BLOCK_SCALING = "mbs"
@@ -43,9 +42,6 @@ class CorrectionKind(str, Enum):
     MXFP6_E3M2 = "mxfp6_e3m2"
     MXFP8 = "mxfp8"
     KEEP_HIGH_PRECISION = "keep_high_precision"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _PARAMETRIC = {

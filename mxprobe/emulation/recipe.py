@@ -6,26 +6,23 @@ paper x_fwd=mxfp4/rceil+of:0.5 side=rollout
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from mxprobe.errors import UsageError
 from mxprobe.schema import Role
+from mxprobe_kernels.formats import Name
 from mxprobe_kernels.recipe_grammar import SPELLING, Correction, Operand
 
 HIGH_PRECISION = Operand()
 
 
-class Side(str, Enum):
+class Side(Name):
     """Where a recipe applies. Generation is the rollout, everything else is the trainer."""
 
     TRAIN = "train"
     ROLLOUT = "rollout"
     BOTH = "both"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 ROLES: tuple[str, ...] = tuple(role.value for role in Role)
