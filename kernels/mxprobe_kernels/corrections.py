@@ -33,7 +33,7 @@ from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind, Operand
 def apply_correction(
     x: torch.Tensor, correction: str | Correction, *, rule: str | Rule = "rceil", dim: int = -1
 ) -> torch.Tensor:
-    """x under a correction of MXFP4: quantized, dequantized and rotated or scaled back; float32, shaped like x.
+    """Return x under a correction of MXFP4, quantized, dequantized and rotated or scaled back; float32, shaped like x.
 
     ValueError for an unknown correction or a parameter it cannot take; otherwise as `quantize_operand`.
     """
@@ -44,7 +44,7 @@ def apply_correction(
 def quantize_operand(
     x: torch.Tensor, operand: Operand, *, dim: int = -1, salt: int = 0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """x as its GEMM receives it, in `dtype`, shaped like x, with blocks along `dim`.
+    """Return x as its GEMM receives it, in `dtype`, shaped like x, with blocks along `dim`.
 
     x: float32, bfloat16, float16 or float64 (rounded to float32). Square blocks take all axes but the last as rows. A
     block with a NaN or an infinity comes back as NaN. The random signs of `had:N` come from a fixed seed of their own,
@@ -123,7 +123,7 @@ def _channel_residual(x: torch.Tensor, percent: float, rule: Rule, dim: int) -> 
 
 
 def channels_of(percent: float, width: int) -> int:
-    """How many of `width` channels `percent` of them are: rounded down, at least one where there is any."""
+    """Return how many of `width` channels make `percent` of them: rounded down, at least one where there is any."""
     return min(max(int(width * percent / 100.0), 1), width)
 
 
@@ -138,7 +138,7 @@ def _hadamard(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
 
 
 def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Normalised Hadamard transform of the last axis (a power of two), its own inverse.
+    """Return the normalised Hadamard transform of the last axis (a power of two). It is its own inverse.
 
     By butterflies, not a product: autocast and TF32 would round a product.
     """
@@ -155,7 +155,7 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def rotation_signs(size: int, device: torch.device) -> torch.Tensor:
-    """float32 [size] of +1 and -1 from a private linear congruential generator: the global RNG is not ours."""
+    """Return signs, float32 [size], from a private linear congruential generator: the global RNG is not ours."""
     state, signs = stochastic.SEED, []
     for _ in range(size):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64

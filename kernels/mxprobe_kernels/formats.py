@@ -87,7 +87,7 @@ class Format:
         return frexp(self.qmax)[1] - 1
 
     def amax_bias(self, rule: Rule) -> int:
-        """What a rule adds to the bits of the fp32 amax before its exponent is read.
+        """Return what a rule adds to the bits of the fp32 amax before its exponent is read.
 
         exponent = ((bits(amax) + amax_bias) >> 23) - 127 - max_exponent, clamped to [-127, 127]. A carry out of
         the mantissa field is the rule's "round up"; no logarithm and no division is taken, so no rounding of
@@ -109,7 +109,7 @@ E2M1_GRID: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def minifloat_grid(mantissa_bits: int, min_exponent: int, qmax: float) -> tuple[float, ...]:
-    """Non-negative values of a mini-float, subnormals included, up to and including qmax."""
+    """Return the non-negative values of a mini-float, subnormals included, up to and including qmax."""
     steps = 2**mantissa_bits
     values = [i * 2.0 ** (min_exponent - mantissa_bits) for i in range(steps)]
     exponent = min_exponent
@@ -151,7 +151,7 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(format: str | Format) -> Format:
-    """The format record of that name. Raises ValueError naming the known ones."""
+    """Return the format record of that name. ValueError names the known ones."""
     if isinstance(format, Format):
         return format
     if format not in FORMATS:
@@ -160,7 +160,7 @@ def get_format(format: str | Format) -> Format:
 
 
 def get_rule(rule: str | Rule) -> Rule:
-    """The scale rule of that name. Raises ValueError naming the known ones."""
+    """Return the scale rule of that name. ValueError names the known ones."""
     try:
         return Rule(rule)
     except ValueError:

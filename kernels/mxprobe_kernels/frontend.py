@@ -59,7 +59,7 @@ def lite(
     dim: int = -1,
     backend: str = "auto",
 ) -> Lite:
-    """sum x^2, sum e^2, zeroed, saturated and non-finite elements, and amax: cheap enough to run always.
+    """Return sum x^2, sum e^2, zeroed, saturated and non-finite elements, and amax: cheap enough to run always.
 
     The fast Triton kernel takes MXFP4 blocks along a last axis of unit stride; for other tensors, and on the torch
     path, this costs as much as `decompose`. ValueError as there.
@@ -79,7 +79,7 @@ def lite(
 
 
 def pick_backend(backend: str, x: torch.Tensor) -> str:
-    """The backend to use. ValueError for one that is unknown, or that cannot take this tensor."""
+    """Return the name of the backend to use. ValueError for one that is unknown, or that cannot take this tensor."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if backend == "auto":
@@ -93,5 +93,5 @@ def pick_backend(backend: str, x: torch.Tensor) -> str:
 
 @cache
 def has_triton() -> bool:
-    """Whether triton can be imported, and our kernels for it: an agent's archive has only the torch path."""
+    """Return whether triton and our kernels for it can be imported: an agent's archive has only the torch path."""
     return find_spec("triton") is not None and find_spec("mxprobe_kernels.triton_backend") is not None

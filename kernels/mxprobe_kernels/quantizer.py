@@ -12,9 +12,10 @@ from mxprobe_kernels.formats import Format, Rule, get_format, get_rule
 def quantized(
     blocks: torch.Tensor, format: Format, rule: Rule, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [R, N, B] -> Q in `dtype`, NaN in excluded blocks, and exponents of power-of-two scales, int32 [R, N, 1].
+    """Return Q of blocks, float32 [R, N, B], in `dtype`, and exponents of power-of-two scales, int32 [R, N, 1].
 
-    Q is rounded once, from float64. In float32 it is exact for power-of-two scales, but an infinity past its range.
+    Q is NaN in excluded blocks. It is rounded once, from float64. In float32 it is exact for power-of-two
+    scales, but an infinity past its range.
     """
     if dtype in (torch.float32, torch.float64) and cpu_quantizer.supports(blocks):
         tensor_amax = torch_backend.finite_amax(blocks) if format.tensor_scale else None

@@ -203,11 +203,11 @@ class Operand:
 
     @classmethod
     def from_correction(cls, correction: Correction | str, rule: Rule = Rule.RCEIL) -> Operand:
-        """MXFP4 under that rule, with one correction. ValueError where the correction cannot be read."""
+        """Return MXFP4 under that rule, with one correction. ValueError where the correction cannot be read."""
         return cls(MXFP4.name, rule).corrected(correction)
 
     def corrected(self, correction: Correction | str) -> Operand:
-        """This operand with one correction switched on. ValueError where the two do not combine.
+        """Return this operand with one correction switched on. ValueError where the two do not combine.
 
         Rule changes and other formats replace; `mbs`, `had` and `of` join what is there, in place of their like.
         """
@@ -251,7 +251,7 @@ class Operand:
         return "+".join([self.format, *([self.rule.value] if names_rule else []), *self._modifiers])
 
     def __str__(self) -> str:
-        """The operand in full."""
+        """Spell the operand in full."""
         head = f"{self.format}/{self.rule}" if _has_rule(self.format) else self.format
         return "+".join([head, *self._modifiers])
 

@@ -20,7 +20,7 @@ from mxprobe_kernels.triton_formats import constants
 from mxprobe_kernels.triton_whatif_kernel import FALLBACK, FORMAT, HADAMARD, MACRO, STOCHASTIC, correction_errors
 
 MAX_WIDTH = 256
-"""Of a macro block: a tile is one of these."""
+"""Elements of the largest macro block: a tile is one of these."""
 MAX_ROTATION = 128
 
 _KINDS = {
@@ -68,7 +68,7 @@ def options(operand: Operand, dtype: torch.dtype, tile_elements: int) -> dict[st
 
 
 def errors(rows: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """rows [R, K] of any strides, blocks along K -> float64 [4] by `whatif.WHATIF_COLUMNS`."""
+    """Return float64 [4] by `whatif.WHATIF_COLUMNS` from rows [R, K] of any strides, blocks along K."""
     if rows.dtype == torch.float64:
         rows = rows.float()
     device = rows.device

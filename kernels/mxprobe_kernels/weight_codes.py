@@ -32,7 +32,7 @@ def code_hash(
     first_row: int = 0,
     first_column: int = 0,
 ) -> torch.Tensor:
-    """int64 [] of w [O, K], blocks along K; zeros of either sign are alike.
+    """Return the hash of w [O, K], int64 [], with blocks along K; zeros of either sign are alike.
 
     A shard whose place in the whole is given by `first_row` and `first_column` yields its part of the whole's hash:
     parts are added (they wrap). ValueError where a shard cuts a block, or w is no matrix.
@@ -52,7 +52,7 @@ def code_hash(
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
-    """The finalizer of splitmix64, int64 to int64."""
+    """Return the finalizer of splitmix64 of z, int64 to int64."""
     z = (z ^ ((z >> 30) & (1 << 34) - 1)) * _FIRST
     z = (z ^ ((z >> 27) & (1 << 37) - 1)) * _SECOND
     return z ^ ((z >> 31) & (1 << 33) - 1)
@@ -67,7 +67,9 @@ def code_changes(
     rule: str | Rule = "rceil",
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 [E, 5] by `CHANGE_COLUMNS`, from two versions [R, K] of a weight, blocks along K.
+    """Return what an update changed, float64 [E, 5] by `CHANGE_COLUMNS`, from two versions [R, K] of a weight.
+
+    Blocks run along K.
 
     `offsets`: int64 [E + 1], first row of each expert and the end of the last, on the device of the weights; E = 1
     and all rows without. Non-finite blocks count as unchanged. ValueError where the shapes differ.
@@ -95,7 +97,7 @@ def code_changes(
 
 @torch.no_grad()
 def row_sketch(x: torch.Tensor, n: int, *, seed: int = 0) -> torch.Tensor:
-    """S x, float64 [n, C], of x [M, C]: S [n, M] of random signs, so that E[(Sx)^T (Sx)] = n x^T x.
+    """Return S x, float64 [n, C], of x [M, C] with random signs S [n, M]: E[(Sx)^T (Sx)] = n x^T x.
 
     Signs are hashes of (seed, sketch, row): the same for every tensor of one seed, which may then be compared.
     """

@@ -31,7 +31,7 @@ def correction_errors(
     dim: int = -1,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """float64 [corrections, 4] by `WHATIF_COLUMNS`, on the device of x; the error off D is what is left of sum_e2.
+    """Return float64 [corrections, 4] by `WHATIF_COLUMNS`, on the device of x. The error off D is the rest of sum_e2.
 
     x as for `apply_correction`, corrections spelled as there. Elements of blocks (of 32) with a NaN or an infinity, and
     those that a correction turns into one, count for nothing. One launch a correction on a GPU, and nothing is read

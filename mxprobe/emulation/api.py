@@ -28,7 +28,7 @@ class Touched(NamedTuple):
     name: str
     class_name: str
     shape: tuple[int, ...]
-    """Of the weight; of the largest one in fused experts; empty for the products of attention."""
+    """Shape of the weight (the largest one in fused experts); empty for the products of attention."""
     note: str
     """What a user should know, e.g. a weight shared with a module that stays in high precision."""
 
@@ -71,12 +71,12 @@ def emulate(model: nn.Module, recipe: Recipe | str, *, seed: int = 0, keep_weigh
 
 
 def active() -> list[Emulation]:
-    """The emulations of this process that have not been removed."""
+    """Return the emulations of this process that have not been removed."""
     return [emulation for emulation in _ACTIVE if emulation.is_on]
 
 
 def emulation_of(model: nn.Module) -> Any | None:
-    """The emulation that a module of the model is under, also one of another copy of this package; or None."""
+    """Return the emulation that a module of the model is under, also one of another copy of this package; or None."""
     for module in model.modules():
         if _EMULATION in module.__dict__:
             return module.__dict__[_EMULATION]
@@ -84,8 +84,10 @@ def emulation_of(model: nn.Module) -> Any | None:
 
 
 def count_steps() -> None:
-    """Register the one hook that counts optimizer steps. For callers that emulate inside a step hook of their own,
-    where another may not be added: torch iterates over the hooks as it calls them."""
+    """Register the one hook that counts optimizer steps.
+
+    Call it before emulating inside a step hook of your own, where torch iterates over the hooks and none may be added.
+    """
     if not _STEP_HOOK:
         _STEP_HOOK.append(register_optimizer_step_post_hook(lambda *_: _after_step()))
 
@@ -190,7 +192,7 @@ class Emulation(AbstractContextManager["Emulation"]):
         return Touched(name, type(module).__name__, _weight_shape(module), note)
 
     def products_seen(self) -> dict[str, int]:
-        """Calls that multiplied q by k or p by v, or did both, so far and outside torch.compile, by attention module.
+        """Return by attention module how many calls multiplied q by k, p by v, or both, outside torch.compile.
 
         A module that has run and is at 0 multiplies in a way that is not intercepted.
         """
@@ -198,7 +200,7 @@ class Emulation(AbstractContextManager["Emulation"]):
         return {name: site.n_products for name, site in sites if site is not None}
 
     def report(self) -> str:
-        """What is emulated and what is not, one line per module."""
+        """Return what is emulated and what is not, one line per module."""
         lines, counts = [str(self)], self.products_seen()
         for t in self.touched:
             shape, note = f" {list(t.shape)}" if t.shape else "", f"  ({t.note})" if t.note else ""

@@ -45,7 +45,7 @@ class NoiseSchedule:
             )
 
     def stage(self, progress: float) -> int:
-        """0 .. stages - 1 for progress in [0, 1]; outside is clamped."""
+        """Return the stage, 0 .. stages - 1, of a progress in [0, 1]; outside is clamped."""
         return min(max(int(progress * self.stages), 0), self.stages - 1)
 
     def sigma(self, progress: float) -> float:
@@ -106,7 +106,7 @@ class QuantizationNoise:
 
     @contextmanager
     def rollout(self, progress: float) -> Generator[float]:
-        """Noise of that progress inside, the trained weights bit for bit outside. Yields sigma."""
+        """Put noise of that progress on the weights inside, and the trained weights back bit for bit. Yields sigma."""
         self.add(progress)
         try:
             yield self.sigma
@@ -115,7 +115,7 @@ class QuantizationNoise:
 
     @contextmanager
     def watch_generate(self) -> Generator[None]:
-        """Inside, `model.generate` runs under noise of `self.progress` when `model.training` is True."""
+        """Run `model.generate`, inside, under noise of `self.progress` when `model.training` is True."""
         model: Any = self.model
         before = model.__dict__.get("generate")
         original = model.generate
@@ -166,7 +166,7 @@ class QuantizationNoise:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The trained weights, bit for bit. Does nothing when there is no noise."""
+        """Put the trained weights back, bit for bit. Does nothing when there is no noise."""
         if self._saved is None:
             return
         for parameter, saved in zip(self._weights.values(), self._saved, strict=True):
@@ -176,7 +176,7 @@ class QuantizationNoise:
 
 
 def _weights_of(model: nn.Module, target: Target) -> dict[str, nn.Parameter]:
-    """Each weight once, under its first name."""
+    """Return each weight once, under its first name."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():

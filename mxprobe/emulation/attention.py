@@ -36,7 +36,7 @@ def emulated_attention(
     plan: Plan,
     salt: int = 0,
 ) -> torch.Tensor:
-    """F.scaled_dot_product_attention (same arguments and result) written out, with emulated products.
+    """Compute F.scaled_dot_product_attention (same arguments and result) written out, with emulated products.
 
     Softmax is computed in float32 or better and rounded to the operands' dtype; a row that is masked throughout is 0.
     """
@@ -62,7 +62,7 @@ def emulated_attention(
 
 
 class InterceptAttention(TorchFunctionMode):
-    """Inside, scaled_dot_product_attention and products of two tensors of three or more axes are emulated."""
+    """Emulates scaled_dot_product_attention and products of two tensors of three or more axes, inside."""
 
     def __init__(self, plan: Plan, salt: int, on_product: Callable[[], None]) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 def emulated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan, salt: int = 0
 ) -> torch.Tensor:
-    """F.linear(x, weight, bias) with the operands of all three GEMMs quantized; dtype and shape as F.linear's.
+    """Return F.linear(x, weight, bias) with the operands of all three GEMMs quantized; dtype and shape as F.linear's.
 
     A weight [..., S, K] of more than two axes has the leading axes of x [..., T, K]: the result is [..., T, S]. Under
     autocast the operands are cast first, as F.linear would, and quantized after. `salt` (a multiple of 16) selects the
@@ -102,7 +102,7 @@ def _by_matrix(x: torch.Tensor, operand: Operand, dim: int, salt: int) -> torch.
 
 
 def _refuse_double_backward(what: str) -> None:
-    """RuntimeError where a backward is itself to be differentiated (create_graph=True)."""
+    """Raise RuntimeError where a backward is itself to be differentiated (create_graph=True)."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"an emulated {what} cannot be differentiated twice: the straight-through gradient of a rounded "

@@ -9,7 +9,7 @@ from mxprobe_kernels.recipe_grammar import Operand
 
 
 def quantize(x: torch.Tensor, operand: Operand, *, dim: int, salt: int = 0) -> torch.Tensor:
-    """x as its GEMM receives it: quantized and dequantized in blocks along `dim`, shaped and typed like x.
+    """Return x as its GEMM receives it: quantized and dequantized in blocks along `dim`, shaped and typed like x.
 
     x: floating point, any shape; square blocks take all axes but the last as rows. `salt` selects the draw of
     stochastic rounding, which is a function of salt, position and value alone, so that recomputed activations are

@@ -96,11 +96,11 @@ class Recipe:
         return all(operand.is_high_precision for operand in self.operands.values())
 
     def on(self, side: Side | str) -> Recipe:
-        """The same recipe for one side."""
+        """Return the same recipe for one side."""
         return replace(self, side=Side(side))
 
     def corrected(self, correction: Correction | str, roles: tuple[str, ...] = ("x_fwd",)) -> Recipe:
-        """The recipe with a correction of `mxprobe recommend` switched on for some roles.
+        """Return the recipe with a correction of `mxprobe recommend` switched on for some roles.
 
         UsageError where the correction cannot be read, or does not combine with what is on.
         """
@@ -112,8 +112,10 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """A name, a path ending in `.toml`, or `[NAME] KEY=VALUE ...`; keys are roles, groups of roles
-        (all, fwd, dgrad, wgrad, x, w, g) and the other fields. UsageError says what is wrong."""
+        """Read a name, a path ending in `.toml`, or `[NAME] KEY=VALUE ...`. UsageError says what is wrong.
+
+        Keys are roles, groups of roles (all, fwd, dgrad, wgrad, x, w, g) and the other fields.
+        """
         text = text.strip()
         if text.endswith(".toml"):
             return cls.load(Path(text))
@@ -132,7 +134,7 @@ class Recipe:
         return _with_settings(base, settings, text) if settings else base
 
     def __str__(self) -> str:
-        """`paper`, or `paper x_fwd=mxfp4/rceil+of:0.5 side=rollout`: the nearest named recipe and what differs."""
+        """Print the nearest named recipe and what differs: `paper x_fwd=mxfp4/rceil+of:0.5 side=rollout`."""
         base_name = self.name if self.name in NAMED_RECIPES else _nearest(self)
         base = NAMED_RECIPES[base_name]
         changes = [f"{role}={self.operand(role)}" for role in ROLES if self.operand(role) != base.operand(role)]

@@ -20,7 +20,7 @@ _LOG = logging.getLogger("mxprobe.aqn")
 def noise_callback(
     schedule: NoiseSchedule | None = None, *, target: Target = "rmsnorm", seed: int = 0
 ) -> TrainerCallback:
-    """Noise around every `generate` of the trained model, by training progress; none in evaluation.
+    """Put noise around every `generate` of the trained model, by training progress; none in evaluation.
 
         trainer = GRPOTrainer(..., callbacks=[mxprobe.emulation.noise_callback()])
 
@@ -62,7 +62,7 @@ def noise_callback(
 
 
 def scale_is_uncorrected(recipe: Recipe) -> bool:
-    """Whether a forward operand is MXFP4 with nothing against its power-of-two scale error."""
+    """Return whether a forward operand is MXFP4 with nothing against its power-of-two scale error."""
     return any(
         operand.format == "mxfp4" and all(c.kind is not CorrectionKind.MACRO_BLOCK_SCALING for c in operand.corrections)
         for operand in (recipe.x_fwd, recipe.w_fwd)
