@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mxprobe_kernels.quantizer import quantize_dequantize as quantize_dequantize
     from mxprobe_kernels.torch_backend import ErrorFields as ErrorFields
     from mxprobe_kernels.torch_backend import error_fields as error_fields
-    from mxprobe_kernels.weight_codes import CHANGE_COLUMNS as CHANGE_COLUMNS
-    from mxprobe_kernels.weight_codes import code_changes as code_changes
     from mxprobe_kernels.weight_codes import code_hash as code_hash
     from mxprobe_kernels.weight_codes import row_sketch as row_sketch
     from mxprobe_kernels.whatif import WHATIF_COLUMNS as WHATIF_COLUMNS
@@ -41,7 +39,7 @@ _HOME = {
         "policy": ("exact_kl", "token_statistics"),
         "quantizer": ("quantize_dequantize",),
         "torch_backend": ("ErrorFields", "error_fields"),
-        "weight_codes": ("CHANGE_COLUMNS", "code_changes", "code_hash", "row_sketch"),
+        "weight_codes": ("code_hash", "row_sketch"),
         "whatif": ("WHATIF_COLUMNS", "correction_errors"),
     }.items()
     for name in names
