@@ -122,6 +122,7 @@ class Correction:
 
     @property
     def needs_whole_tensor(self) -> bool:
+        """As `Operand.needs_whole_tensor`, of MXFP4 with this correction."""
         return Operand.from_correction(self).needs_whole_tensor
 
 
@@ -147,9 +148,13 @@ CHANNEL_WHATIFS: tuple[str, ...] = ("channels:1", "channels:5", "channels:10")
 """Scored beside them, never named: no engine has it as an option yet."""
 
 _FLAGS = {"sr": "stochastic", "2d": "square", "as_forward": "as_forward"}
-_FIRST = (CorrectionKind.MACRO_BLOCK_SCALING, CorrectionKind.HADAMARD)
-_ON_TOP = CorrectionKind.OUTLIER_FALLBACK
-_ALONE = CorrectionKind.CHANNEL_RESIDUAL
+_PLACES = {
+    CorrectionKind.MACRO_BLOCK_SCALING: 0,
+    CorrectionKind.HADAMARD: 0,
+    CorrectionKind.OUTLIER_FALLBACK: 1,
+    CorrectionKind.CHANNEL_RESIDUAL: 2,
+}
+"""Corrections that join others in an operand, by their place: `of` goes on top of `mbs` or `had`."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +191,10 @@ class Operand:
             raise ValueError(f"stochastic rounding and 2-D blocks need power-of-two scales; {self.format} has none")
         if self.corrections and (self.stochastic or self.square):
             raise ValueError("stochastic rounding and 2-D blocks do not combine with mbs, had, of or channels")
-        kinds = [correction.kind for correction in self.corrections]
-        if not {*kinds} <= {*_FIRST, _ON_TOP, _ALONE}:
+        places = [_PLACES.get(correction.kind) for correction in self.corrections]
+        if None in places:
             raise ValueError("only mbs:B, had:N, of:ALPHA and channels:K join here; a rule is spelled mxfp4/RULE")
-        if _ON_TOP in kinds[:-1] or len(kinds) - kinds.count(_ON_TOP) > 1 or (_ALONE in kinds and len(kinds) > 1):
+        if places not in ([], [0], [1], [0, 1], [2]):
             raise ValueError("at most one of mbs and had, then at most one of:ALPHA; channels:K stands alone")
 
     @classmethod
@@ -224,9 +229,8 @@ class Operand:
             return replace(plain, rule=get_rule(str(correction.parameter)))
         if kind is CorrectionKind.STOCHASTIC:
             return replace(plain, stochastic=True)
-        kept = [c for c in plain.corrections if (c.kind is _ON_TOP) != (kind is _ON_TOP)]
-        both = [correction, *kept] if kind is not _ON_TOP else [*kept, correction]
-        return replace(plain, corrections=tuple(both))
+        kept = [other for other in plain.corrections if _PLACES[other.kind] != _PLACES[kind]]
+        return replace(plain, corrections=tuple(sorted([correction, *kept], key=lambda each: _PLACES[each.kind])))
 
     @property
     def is_high_precision(self) -> bool:
@@ -235,7 +239,7 @@ class Operand:
     @property
     def needs_whole_tensor(self) -> bool:
         """True where a part of the tensor is quantized otherwise than the whole: a scale or a ranking of all of it."""
-        ranks = any(correction.kind is _ALONE for correction in self.corrections)
+        ranks = any(correction.kind is CorrectionKind.CHANNEL_RESIDUAL for correction in self.corrections)
         return ranks or (not self.is_high_precision and FORMATS[self.format].tensor_scale)
 
     @property

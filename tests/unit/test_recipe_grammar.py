@@ -124,6 +124,15 @@ def test_what_means_nothing_is_refused_in_words(text: str, why: str) -> None:
     assert why in str(caught.value)
 
 
+def test_corrections_join_or_replace_their_like() -> None:
+    operand = Operand.from_correction("of:0.5")
+    assert str(operand.corrected("mbs:128")) == str(Operand.parse("mbs:128").corrected("of:0.5"))
+    assert str(operand.corrected("mbs:128").corrected("had:32").corrected("of:1.0")) == "mxfp4/rceil+had:32+of:1.0"
+    for other in ("channels:5", "sr"):
+        with pytest.raises(ValueError, match=r"stands alone|do not combine"):
+            operand.corrected(other)
+
+
 @pytest.mark.parametrize("text", ["sr", "channels:5"])
 def test_every_correction_that_is_scored_can_be_switched_on(text: str) -> None:
     assert str(NAMED_RECIPES["paper"].corrected(text).x_fwd) == f"mxfp4/rceil+{text}"
