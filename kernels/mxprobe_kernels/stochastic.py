@@ -15,6 +15,7 @@ from mxprobe_kernels.blocks import from_blocks, pad_rows, rows_of, to_blocks
 from mxprobe_kernels.formats import Format, Rule
 from mxprobe_kernels.quantizer import quantized
 from mxprobe_kernels.rounding import power_of_two
+from mxprobe_kernels.torch_backend import CPU_TILE_ELEMENTS, DEVICE_TILE_ELEMENTS
 
 SEED = 0x6D787072
 """The key is SEED + salt."""
@@ -42,10 +43,14 @@ def philox(counter: tuple[torch.Tensor, torch.Tensor, int, torch.Tensor], key: i
 
 def uniform(rows: torch.Tensor, *, draw: int = 0, salt: int = 0) -> torch.Tensor:
     """Return U of each element of rows [R, K], float32 [R, K]: multiples of 2^-24 in [0, 1)."""
-    number = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
-    bits = rows.float().contiguous().view(torch.int32).to(torch.int64) & _LOW
-    words = philox((number & _LOW, number >> 32, draw // 4, bits), SEED + salt)
-    return (words[draw % 4] >> 8).float().mul_(2.0**-24)
+    limit = CPU_TILE_ELEMENTS if rows.device.type == "cpu" else DEVICE_TILE_ELEMENTS
+    number = torch.arange(rows.numel(), device=rows.device).split(limit)
+    bits = rows.float().contiguous().view(torch.int32).flatten().split(limit)
+    words = [
+        philox((i & _LOW, i >> 32, draw // 4, b.to(torch.int64) & _LOW), SEED + salt)[draw % 4]
+        for i, b in zip(number, bits)
+    ]
+    return (torch.cat(words) >> 8).float().mul_(2.0**-24).view(rows.shape)
 
 
 @torch.no_grad()
