@@ -115,7 +115,7 @@ class QuantizationNoise:
 
     @contextmanager
     def watch_generate(self) -> Generator[None]:
-        """Run `model.generate`, inside, under noise of `self.progress` when `model.training` is True."""
+        """Let `model.generate` run under noise of `self.progress` while inside, when `model.training` is True."""
         model: Any = self.model
         before = model.__dict__.get("generate")
         original = model.generate

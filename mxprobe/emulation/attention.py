@@ -62,7 +62,7 @@ def emulated_attention(
 
 
 class InterceptAttention(TorchFunctionMode):
-    """Emulates scaled_dot_product_attention and products of two tensors of three or more axes, inside."""
+    """Emulates scaled_dot_product_attention, and products of two tensors of three or more axes, called inside."""
 
     def __init__(self, plan: Plan, salt: int, on_product: Callable[[], None]) -> None:
         super().__init__()

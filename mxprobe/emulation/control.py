@@ -49,7 +49,7 @@ class Control:
 
     @contextmanager
     def rollout(self) -> Generator[None]:
-        """Make the model the rollout, inside. Weights do not change meanwhile, so each is quantized once."""
+        """Make the model the rollout while inside. Weights do not change meanwhile, so each is quantized once."""
         outermost = self._generating == 0
         if outermost and self.keep_weights:
             self._quantized_weights = {}

@@ -5,8 +5,8 @@
     wgrad      dW = Q(G)^T Q(X)            blocks along tokens
 
 Q passes gradients straight through: dX and dW are those of the Linear, at quantized operands. db is exact.
-Shapes: X [..., in], W [out, in], G and Y [..., out]; tokens are all leading axes, flattened. Of an attention product
-X [..., T, K] and W [..., S, K] are batches of matrices, each a GEMM of its own.
+Shapes: X [..., in], W [out, in], G and Y [..., out]; tokens are all leading axes, flattened. X [..., T, K] and
+W [..., S, K] of an attention product are batches of matrices, each a GEMM of its own.
 """
 
 from __future__ import annotations
