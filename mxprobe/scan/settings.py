@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
 from mxprobe.errors import UsageError
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, get_format, get_rule
+from mxprobe_kernels.formats import get_format, get_rule
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS, Correction
 
 
 @dataclass(frozen=True)
