@@ -17,7 +17,6 @@ counts only where the first ran without gradient (the reentrant kind).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +28,13 @@ from mxprobe.agent.forwards import Forward, Kind
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.agent.phases import Phases
 from mxprobe.measuring.adapters.adapter import Reading
-from mxprobe.measuring.adapters.placement import Placement
 from mxprobe.measuring.adapters.table import adapter_of
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.operands.copying import n_rows, snapshot_of
 from mxprobe.measuring.operands.extent import Extent, element_bytes
-from mxprobe.measuring.operands.snapshot import Chosen, Snapshot, choose_rows, choose_tiles, copied_outputs
+from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import WeightSample, sample_weight
-from mxprobe.measuring.sampling import seed_of, take
+from mxprobe.measuring.sampling import seed_of
 from mxprobe.schema import Phase
 
 Submit = Callable[[Snapshot], None]
@@ -220,7 +219,7 @@ class ModuleProbe:
             if self._train_seen:
                 return  # counted in the first pass
             self._reentrant = True
-        self._train_rows += _rows(reading.x)
+        self._train_rows += n_rows(reading.x)
         if self._reentrant:
             self._drop_first_pass()
         self._send_waiting(are_over=True)
@@ -265,7 +264,7 @@ class ModuleProbe:
         """In a training forward, without gradient. If it is run again in the backward pass, that is the call."""
         if self._reentrant:
             return
-        self._first_pass_rows += _rows(reading.x)
+        self._first_pass_rows += n_rows(reading.x)
         is_wanted = self._rollout_done or not self._clock.only_outputs
         if is_wanted and self._first_pass is None and not self._train_seen:
             self._first_pass = self._snapshot(reading, Phase.TRAIN)
@@ -278,9 +277,9 @@ class ModuleProbe:
     def _on_other_call(self, reading: Reading, forward: Forward) -> None:
         """Of a rollout, or not known to be of one yet."""
         if forward.phase is Phase.ROLLOUT:
-            self._rollout_rows += _rows(reading.x)
+            self._rollout_rows += n_rows(reading.x)
         elif not forward.follows_training:
-            self._undecided = [*self._undecided[1 - MAX_UNDECIDED :], (forward, _rows(reading.x))]
+            self._undecided = [*self._undecided[1 - MAX_UNDECIDED :], (forward, n_rows(reading.x))]
         if forward.start is not forward:
             self._on_continuation(reading, forward)
             return
@@ -336,7 +335,7 @@ class ModuleProbe:
                 self._send(snapshot)
 
     def _on_serving_call(self, reading: Reading) -> None:
-        self._rollout_rows += _rows(reading.x)
+        self._rollout_rows += n_rows(reading.x)
         if self._rollout_done:
             return
         self._rollout_done = True
@@ -362,61 +361,24 @@ class ModuleProbe:
                 return None
             self._weights[phase is Phase.TRAIN] = weight
             self.withheld = reading.withheld
-            placement = reading.placement.within(self._token_group)
-            how: dict[str, int] = {"max_rows": self._max_rows, "out_features": weight.columns.shape[0], "seed": seed}
-            alike = placement.x_tokens.count == placement.g_tokens.count
-            chosen = choose_rows(x, **how) if alike else Chosen(choose_tiles(x, **how))
-            index = chosen.index
-            y, y_watched = copied_outputs(reading.y, weight, index)
-            g_index, x_of_gradient = self._rows_of_gradient(reading, placement, seed)
-            return Snapshot(
+            return snapshot_of(
+                reading,
+                weight,
                 module=self.name,
-                phase=phase.value,
+                phase=phase,
                 step=self._clock.step,
                 micro_step=max(self._clock.micro_step, 0),
-                time_ns=time.time_ns(),
-                n_rows=_rows(x),
-                row_index=index,
-                x=_operand(reading, take(x.detach().reshape(-1, x.shape[-1]), index)),
-                y=y,
-                y_watched=y_watched,
-                weight=weight,
+                seed=seed,
+                max_rows=self._max_rows,
                 with_operands=self._with_operands(phase),
                 with_weights=self._clock.with_weights,
-                n_tile_rows=chosen.n_tile_rows,
-                singles=chosen.singles,
-                placement=placement,
-                g_index=g_index,
-                x_of_gradient=x_of_gradient,
+                token_group=self._token_group,
             )
-
-    def _rows_of_gradient(
-        self, reading: Reading, placement: Placement, seed: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(rows of G to copy, X at these rows) where G has other rows than X; (None, None) where it has the same."""
-        shards, output = (placement.x_tokens, placement.g_tokens), reading.output
-        if output is None or shards[0].count == shards[1].count:
-            return None, None
-        n_g = _rows(output)
-        index = choose_tiles(output, max_rows=self._max_rows, out_features=output.shape[-1], seed=seed)
-        if placement.g_tokens.count == 1:
-            return torch.arange(n_g, device=output.device) if index is None else index, None
-        x = reading.x.detach().reshape(-1, reading.x.shape[-1]).narrow(0, placement.g_tokens.index * n_g, n_g)
-        rows = _operand(reading, take(x, index))
-        return torch.arange(n_g, device=output.device) if index is None else index, rows
 
     def _send(self, snapshot: Snapshot) -> None:
         self._train = None if snapshot is self._train else self._train
         snapshot.mark_ready()
         self._submit(snapshot)
-
-
-def _operand(reading: Reading, rows: torch.Tensor) -> torch.Tensor:
-    return rows if reading.operand is None else reading.operand(rows).clone()
-
-
-def _rows(x: torch.Tensor) -> int:
-    return x.numel() // x.shape[-1]
 
 
 def _is_one_token(x: torch.Tensor) -> bool:
