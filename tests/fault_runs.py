@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import nn
 
+import mxprobe
 from mxprobe.agent import boot
 from mxprobe.agent.parts.device_steps import DeviceSteps
 from mxprobe.agent.parts.warm_up import WarmUp
 from tests import moe_models, standin_modules, standin_sinks
 from tests.standin_engine import Backend, EngineModel, Mxfp4MoEMethod
 from tests.unit import test_batch, test_engines
-from tests.watched_run import SINK, Run
+from tests.watched_run import SINK, Model, Run
 
 CONFIG: dict[str, Any] = {  # of every kind
     "every": 2,
@@ -72,6 +73,45 @@ class TwoSided(Run):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item().hex())
+
+
+class WithoutCache(Run):
+    """Generates by calling the model on growing sequences, in a declared rollout and out of one; scores, and trains."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Around(Model()))
+
+    def step(self) -> None:
+        ids = self._draw(torch.randint(0, 50, (4, 6)))
+        with mxprobe.rollout(self.model):
+            self._draw(ids)
+        with torch.no_grad():
+            self.model(ids)
+        loss = nn.functional.cross_entropy(self.model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item().hex())
+
+    @torch.no_grad()
+    def _draw(self, ids: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            ids = torch.cat([ids, torch.multinomial(self.model(ids)[:, -1].softmax(-1), 1)], 1)
+        return ids
+
+
+class Around(nn.Module):
+    """Has a Linear that is run without gradient in training too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.frozen = inner, nn.Linear(50, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.inner(ids)
+        with torch.no_grad():
+            shift = self.frozen(logits)
+        return logits + 0.0 * shift
 
 
 class Frameworks(nn.Module):
@@ -192,6 +232,7 @@ def _set(recipe: str, **members: Any) -> dict[str, Any]:
 KINDS: dict[str, Kind] = {
     "dense": Kind(Run, prepare=with_a_sink),
     "asked": Kind(Run, asks=(_set("no recipe", id=1), _set("paper", id=2, at_step=10**6), _set("paper", id=3))),
+    "without_cache": Kind(WithoutCache, {"rollout_in": ("sample",)}),
     "experts": Kind(TwoSided, {"sensitivity_every": 6, "replay_arms": ("q", "q_weights", "qstar", "noise", "high")}),
     "frameworks": Kind(lambda: Run(Frameworks)),
     "planted": Kind(Compiled, prepare=with_planted_operators),
