@@ -14,7 +14,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import DeviceMemory, bytes_of
 from mxprobe.agent.parts.gemms import ModuleProbe
-from mxprobe.measuring.operands import extent, snapshot, weights
+from mxprobe.measuring.operands import copies, extent, weights
 from mxprobe.measuring.operands import operand as operands
 from mxprobe.measuring.operands.extent import BYTES_OF_BATCH
 from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
@@ -45,7 +45,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "DEVICE_BATCH_ELEMENTS", 1 << 12)
     for module in (cpu_backend, cpu_quantizer):
         monkeypatch.setattr(module, "supports", lambda *_: False)
-    monkeypatch.setattr(snapshot, "CPU_MAX_ROWS", 1 << 30)
+    monkeypatch.setattr(copies, "CPU_MAX_ROWS", 1 << 30)
     monkeypatch.setattr(weights, "CPU_MAX_FEATURES", 1 << 30)
 
 

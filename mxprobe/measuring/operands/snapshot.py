@@ -4,7 +4,7 @@ R = rows (tokens, flattened over batch and sequence), K = in features, O = out f
 
 Where rows are sampled there are two samples, one behind the other: whole 32-token tiles, for the products whose blocks
 run along tokens, and single rows, the largest always among them, for all else (`mxprobe.measuring.sampling`). The
-single rows of G are those of its own largest, not of X's.
+single rows of G are those of its own largest, not of X's. `mxprobe.measuring.operands.copies` takes the copies.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ import torch
 
 from mxprobe.measuring.adapters.placement import WHOLE, Placement
 from mxprobe.measuring.operands.weights import WeightSample
-from mxprobe.measuring.sampling import TILE, Rows, row_norms, sample_singles, sample_tiles, seed_of, take
-
-CPU_MAX_ROWS = 128
-"""Rows measured where a CPU does it: about 25 ms for the six operands of a 64 x 64 Linear and eleven corrections."""
-MAX_ELEMENTS = 1 << 24
-"""Elements of one copied operand, over which rows of very wide modules are sampled."""
+from mxprobe.measuring.sampling import TILE, Rows, row_norms, sample_singles, seed_of, take
 
 
 @dataclass
@@ -168,51 +163,6 @@ def _joined(first: Snapshot, a: torch.Tensor | None, second: Snapshot, b: torch.
     return None if a is None or b is None else torch.cat((first.single(a), second.single(b)))
 
 
-def copied_outputs(
-    y: torch.Tensor | None, weight: WeightSample, index: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Copies of y at the sampled rows: of the sampled output features, and of the watched ones."""
-    if y is None:
-        return None, None
-    whole = y.detach().reshape(-1, y.shape[-1])
-    sampled = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
-    if weight.watched is weight.rows:
-        return sampled, sampled
-    return sampled, take(whole.index_select(1, weight.watched_index), index)
-
-
 def event_now(device: torch.device) -> Any:
     """The current point of the device's current CUDA stream; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Rows to copy: int64, whole tiles and behind them single rows; None for all."""
-
-    index: torch.Tensor | None
-    n_tile_rows: int = 0
-    singles: Rows | None = None
-
-
-def choose_rows(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> Chosen:
-    """Of [..., K]."""
-    n, limit = x.numel() // x.shape[-1], _row_limit(x, max_rows, out_features)
-    if n <= max(limit, TILE):
-        return Chosen(None)
-    each = limit if x.device.type == "cpu" else limit // 2
-    tiles = sample_tiles(n, each, seed=seed, device=x.device)
-    singles = sample_singles(row_norms(x.reshape(-1, x.shape[-1])), each, seed=seed)
-    if tiles is None or singles is None:
-        return Chosen(tiles)
-    return Chosen(torch.cat((tiles, singles.index)), tiles.shape[0], singles)
-
-
-def choose_tiles(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> torch.Tensor | None:
-    """Indices of whole tiles of the rows of [..., K]; None for all."""
-    return sample_tiles(x.numel() // x.shape[-1], _row_limit(x, max_rows, out_features), seed=seed, device=x.device)
-
-
-def _row_limit(x: torch.Tensor, max_rows: int, out_features: int) -> int:
-    limit = min(max_rows, MAX_ELEMENTS // max(x.shape[-1], out_features))
-    return min(limit, CPU_MAX_ROWS) if x.device.type == "cpu" else limit
