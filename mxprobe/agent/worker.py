@@ -13,9 +13,7 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.recorder import Recorder
 from mxprobe.measuring.engines import forms
 from mxprobe.measuring.engines.fingerprints import trainer_rows
-from mxprobe.measuring.moe.behaviour import OutputState
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
-from mxprobe.measuring.operands.bare_weights import WeightsSnapshot
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import Recipe
 from mxprobe.measuring.sampling import spread
@@ -49,13 +47,13 @@ class Worker:
         self._busy = False
         self._changed = threading.Condition()
         self._n_snapshots = 0
-        self._held: list[Snapshot | ExpertsSnapshot | WeightsSnapshot] = []
+        self._held: list[Snapshot | ExpertsSnapshot] = []
         self._stopping = False
         self._found: set[tuple[str, str]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._history = WeightHistory()
         self._generates = False
-        self._experts = OutputState()
+        self._told: dict[tuple[str, str, int], str] = {}
         self._updates_due: dict[str, int] = {}
         self._streams: dict[torch.device, Any] = {}
         self._last_flush = time.monotonic()
@@ -71,7 +69,7 @@ class Worker:
         """For jobs of every step: done within FLUSH_EVERY_S. Waking a thread may cost the caller its turn."""
         self._jobs.append(job)
 
-    def submit(self, snapshot: Snapshot | ExpertsSnapshot | WeightsSnapshot) -> None:
+    def submit(self, snapshot: Snapshot | ExpertsSnapshot) -> None:
         """Hand over a snapshot; it is measured with the others of its step, by `measure`."""
         with self._changed:
             self._n_snapshots += 1
@@ -156,9 +154,9 @@ class Worker:
                 self._n_snapshots -= len(held)
         return time.perf_counter_ns() - started
 
-    def _measure_on_own_stream(self, snapshots: list[Snapshot | ExpertsSnapshot | WeightsSnapshot]) -> None:
+    def _measure_on_own_stream(self, snapshots: list[Snapshot | ExpertsSnapshot]) -> None:
         """Wait for the copies by polling, then compute beside the run's stream; only this thread waits for it."""
-        by_device: dict[torch.device, list[Snapshot | ExpertsSnapshot | WeightsSnapshot]] = {}
+        by_device: dict[torch.device, list[Snapshot | ExpertsSnapshot]] = {}
         for snapshot in snapshots:
             by_device.setdefault(snapshot.x.device, []).append(snapshot)
         for device, here in by_device.items():
@@ -221,7 +219,7 @@ class Worker:
         how = {"module": name, "format": "mxfp4", "rule": self._config.rule}
         return {**steps, "time_ns": time.time_ns(), **how, **values}
 
-    def _measure_here(self, snapshots: list[Snapshot | ExpertsSnapshot | WeightsSnapshot]) -> None:
+    def _measure_here(self, snapshots: list[Snapshot | ExpertsSnapshot]) -> None:
         self._generates = self._generates or any(each.phase == Phase.ROLLOUT.value for each in snapshots)
         rows = measure_step(
             snapshots,
@@ -229,7 +227,7 @@ class Worker:
             step_base=self.step_base,
             recipes=self._recipes,
             history=self._history,
-            experts=self._experts,
+            told=self._told,
             swallow=self._guard.swallow,
         )
         for table, row in rows:

@@ -172,7 +172,7 @@ def test_measuring_takes_no_more_than_foreseen(
 
 
 def test_sums_are_the_same_by_pieces(monkeypatch: pytest.MonkeyPatch):
-    a, b = torch.randn(96, K), torch.randn(K, 40)
+    a, b = torch.randn(1, 96, K), torch.randn(1, K, 40)
     operand = Operand(Role.X_FWD, a, b, 0.5, 96, n_certain=30, certain_weight=0.25)
 
     def rows() -> tuple[Any, Any]:

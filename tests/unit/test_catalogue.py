@@ -53,7 +53,7 @@ def measured(name: str, step: int, w: torch.Tensor) -> dict[str, list[dict[str, 
     rows: dict[str, list[dict[str, Any]]] = {"tensors": [], "blocks": []}
     fields = {}
     for role, a, b in ((Role.X_FWD, x, w.T), (Role.W_FWD, w, x.T), (Role.W_DGRAD, w.T, x.new_ones(len(w), 1))):
-        found = measure_operand(Operand(role, a, b, 1.0, len(a)), format="mxfp4", rule="rceil")
+        found = measure_operand(Operand(role, a[None], b[None], 1.0, len(a)), format="mxfp4", rule="rceil")
         fields[role] = found.fields
         of_tile = transposition_row(fields[Role.W_FWD], found.fields, None, None) if role is Role.W_DGRAD else {}
         sampled = {"sampled_frac": 1.0, "n_clusters": len(a), "role": role.value}

@@ -15,6 +15,7 @@ import torch
 
 from mxprobe.measuring.moe.gemm import Gemm
 from mxprobe.measuring.operands.snapshot import Moment, event_now
+from mxprobe.measuring.operands.stack import Experts, Share, Stack
 from mxprobe.measuring.sampling import TILE, sample_tiles, take
 
 CPU_ROWS, DEVICE_ROWS = 256, 1 << 14
@@ -136,6 +137,55 @@ class ExpertsSnapshot(Moment):
         """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
         self.ready = event_now(self.x.device)
 
+    def stack(self) -> Stack | None:
+        """Return the pieces as one tensor per operand; None where no expert measured was sent a token.
+
+        Copies from the device what says how many rows there are: in the thread that measures.
+        """
+        pieces, layout = self.pieces, self.layout
+        numbers = [expert for piece in pieces for expert in piece.experts]
+        counts = torch.cat([piece.counts for piece in pieces]).tolist() if pieces else []
+        kept = [i for i, n in enumerate(counts) if n]
+        if layout is None or not kept:
+            return None
+        index = torch.tensor(kept, device=self.x.device)
+
+        def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return whole if len(kept) == len(whole) else whole.index_select(0, index)
+
+        x, y = joined([p.x for p in pieces]), joined([p.y for p in pieces])
+        biases = [p.bias for p in pieces if p.bias is not None]
+        gradients = [p.gradient for p in pieces if p.gradient is not None]
+        g = joined(gradients) if len(gradients) == len(pieces) else None
+        there = joined([p.valid for p in pieces]) & (x != 0).any(-1)
+        measured, every = there.sum(1), self.all_counts
+        n_rows, n_tiles = int(measured.sum()), int(((measured + TILE - 1) // TILE).sum())
+        n_called = self.n_seen if every is None else int((every > 0).sum())
+        sampled_frac = n_rows / max(self.n_rows if every is None else int(every.sum()), 1)
+        of_rows, of_tiles = Share(sampled_frac, n_rows), Share(sampled_frac, n_tiles)
+        return Stack(
+            x=x,
+            y=y if not biases else y.double() - joined(biases).double()[:, None, :],
+            y_dtype=self.dtype,
+            g=g,
+            w_rows=joined([p.weight_rows for p in pieces]),
+            w_columns=joined([p.weight_columns for p in pieces]),
+            out_index=layout.out_index,
+            in_index=layout.in_index,
+            x_tiles=x,
+            g_tiles=g,
+            of_x=of_rows,
+            of_g=of_rows,
+            of_x_tiles=of_tiles,
+            of_g_tiles=of_tiles,
+            weight_share=len(kept) / max(n_called, 1),
+            there=there,
+            experts=Experts(
+                [layout.first + numbers[i] for i in kept], [counts[i] for i in kept], layout.n_experts, n_called
+            ),
+        )
+
 
 def copy_gemm(
     gemm: Gemm,
@@ -242,8 +292,3 @@ def _pick(rows: torch.Tensor, index: torch.Tensor, valid: torch.Tensor) -> torch
         return rows.new_zeros((*valid.shape, rows.shape[-1]))
     picked = rows.detach().index_select(0, index).reshape(*valid.shape, rows.shape[-1])
     return picked.masked_fill_(~valid[..., None], 0.0)
-
-
-def experts_of(pieces: Sequence[Piece]) -> list[int]:
-    """The experts of all pieces, in order of appearance."""
-    return [expert for piece in pieces for expert in piece.experts]

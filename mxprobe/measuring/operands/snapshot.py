@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mxprobe.measuring.adapters.placement import WHOLE, Placement
+from mxprobe.measuring.operands.stack import Share, Stack, share_of
 from mxprobe.measuring.operands.weights import WeightSample
 from mxprobe.measuring.sampling import TILE, Rows, row_norms, sample_singles, seed_of, take
 
@@ -83,15 +84,11 @@ class Snapshot(Moment):
 
     @property
     def sampled_frac(self) -> float:
-        return self.single(self.x).shape[0] / self.n_rows
+        return self.single(self.x).shape[0] / max(self.n_rows, 1)
 
     @property
     def tile_frac(self) -> float:
-        return self.tiled(self.x).shape[0] / self.n_rows
-
-    @property
-    def n_tiles(self) -> int:
-        return -(-self.tiled(self.x).shape[0] // TILE)
+        return self.tiled(self.x).shape[0] / max(self.n_rows, 1)
 
     def tiled(self, rows: torch.Tensor) -> torch.Tensor:
         """Of copied rows (of x, y or the gradient) the whole tiles."""
@@ -157,6 +154,44 @@ class Snapshot(Moment):
     def mark_ready(self) -> None:
         """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
         self.ready = event_now(self.x.device)
+
+    def stack(self) -> Stack:
+        """Return the copies as a stack of one; in the thread that measures."""
+        w, x, x_tiles, g = self.weight, self.single(self.x), self.tiled(self.x), self.gradient
+        rows = self.sampled_frac, x.shape[0] if self.row_index is None else _n_tiles(x_tiles)
+        of_x, of_g = (share_of(*rows, singles) for singles in (self.singles, self.singles_of_gradient))
+        of_tiles = of_g_tiles = Share(self.tile_frac, _n_tiles(x_tiles))
+        if g is not None and self.g_index is not None:
+            of_g = Share(g.shape[0] / self.n_gradient_rows, g.shape[0])
+            of_g_tiles = Share(of_g.sampled_frac, _n_tiles(g))
+        y = self.y if self.y is None or w.bias is None else self.y.double() - w.bias.double()
+        return Stack(
+            x=x[None],
+            y=None if y is None else self.single(y)[None],
+            y_dtype=w.rows.dtype if self.y is None else self.y.dtype,
+            g=None if g is None else self.single(g)[None],
+            w_rows=w.rows[None],
+            w_columns=w.columns[None],
+            out_index=w.out_index,
+            in_index=w.in_index,
+            x_tiles=x_tiles[None],
+            g_tiles=None if g is None else self.tiled(g)[None],
+            of_x=of_x,
+            of_g=of_g,
+            of_x_tiles=of_tiles,
+            of_g_tiles=of_g_tiles,
+            x_rows=self.singles,
+            g_rows=self.singles_of_gradient,
+            y_weights=self.row_weights(),
+            has_same_tokens=self.g_index is None,
+            x_of_g=None if self.x_of_gradient is None else self.x_of_gradient[None],
+            g_of_x=None if self.gradient_of_x is None else self.gradient_of_x[None],
+            placement=self.placement,
+        )
+
+
+def _n_tiles(rows: torch.Tensor) -> int:
+    return -(-rows.shape[0] // TILE)
 
 
 def _joined(first: Snapshot, a: torch.Tensor | None, second: Snapshot, b: torch.Tensor | None) -> torch.Tensor | None:
