@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
+from mxprobe.measuring.operands.operand import Operand, measure_operand
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.measuring.recipes import Call, infer_recipe, quantize
 from mxprobe.metrics import canonicalize
 from mxprobe.schema import Phase, Role

@@ -14,16 +14,16 @@ from mxprobe.measuring.moe.spread import expert_rows
 from mxprobe.measuring.operands.block_statistics import block_row, transposition_row
 from mxprobe.measuring.operands.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe.measuring.operands.operand import (
-    CPU_BATCH_ELEMENTS,
     IDENTITY_TOLERANCE,
     Measured,
     Row,
     identity_error,
-    measure_corrections,
     measure_operand,
 )
+from mxprobe.measuring.operands.pieces import CPU_BATCH_ELEMENTS
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.stack import Stack
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.measuring.recipes import Recipe, words_of
 from mxprobe.measuring.versions.weight_history import EVENT, WeightHistory
 from mxprobe.measuring.versions.weight_noise import EVENT as NOISE_EVENT
@@ -99,7 +99,7 @@ class _Step:
         if isinstance(snapshot, Snapshot):
             lag, news = self.history.judge(snapshot, recipe, exact=exact, step_base=self.step_base)
         how = {"recipe_x": recipe[0], "recipe_w": recipe[1], **found.sums, "weight_lag": lag}
-        yield "outputs", {**when, **how, "sampled_frac": stack.of_x.sampled_frac, "n_rows": stack.n_rows}
+        yield "outputs", {**when, **how, "sampled_frac": stack.x.sampled_frac, "n_rows": stack.n_rows}
         if found.is_known:
             self.recipes[place] = recipe
             if before not in (None, recipe):

@@ -4,13 +4,8 @@ import pytest
 import torch
 
 import mxprobe_kernels
-from mxprobe.measuring.operands.operand import (
-    IDENTITY_TOLERANCE,
-    Operand,
-    identity_error,
-    measure_corrections,
-    measure_operand,
-)
+from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, Operand, identity_error, measure_operand
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Role
 from mxprobe_kernels.formats import DEFAULT_WHATIFS, Rule
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from mxprobe.agent.part import Part
 from mxprobe.agent.worker import Worker
-from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
+from mxprobe.measuring.operands.operand import Operand, measure_operand
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels.frontend import has_triton

@@ -52,7 +52,7 @@ def layer_output(stack: Stack, previous: Recipe | None) -> LayerOutput:
     if stack.experts is None:
         return LayerOutput(recipe, sums["exact"], sums, [])
     assert stack.y is not None  # only outputs that are visible are judged
-    each = output_energies(Call(stack.x, stack.w_rows, stack.y, stack.y_dtype, stack.there), recipe)
+    each = output_energies(Call(stack.x.rows, stack.w_rows, stack.y, stack.y_dtype, stack.there), recipe)
     fits = (each[3] <= EXACT_FRAC * each[0]).tolist()
     is_known = sums["exact"]
     total = dict(zip(OUTPUT_ENERGIES, each.sum(1).tolist()))

@@ -15,7 +15,7 @@ import torch
 
 from mxprobe.measuring.moe.gemm import Gemm
 from mxprobe.measuring.operands.snapshot import Moment, event_now
-from mxprobe.measuring.operands.stack import Experts, Share, Stack
+from mxprobe.measuring.operands.stack import Experts, Sample, Stack
 from mxprobe.measuring.sampling import TILE, sample_tiles, take
 
 CPU_ROWS, DEVICE_ROWS = 256, 1 << 14
@@ -163,22 +163,17 @@ class ExpertsSnapshot(Moment):
         n_rows, n_tiles = int(measured.sum()), int(((measured + TILE - 1) // TILE).sum())
         n_called = self.n_seen if every is None else int((every > 0).sum())
         sampled_frac = n_rows / max(self.n_rows if every is None else int(every.sum()), 1)
-        of_rows, of_tiles = Share(sampled_frac, n_rows), Share(sampled_frac, n_tiles)
         return Stack(
-            x=x,
+            x=Sample(x, sampled_frac, n_rows),
+            g=None if g is None else Sample(g, sampled_frac, n_rows),
+            x_tiles=Sample(x, sampled_frac, n_tiles),
+            g_tiles=None if g is None else Sample(g, sampled_frac, n_tiles),
             y=y if not biases else y.double() - joined(biases).double()[:, None, :],
             y_dtype=self.dtype,
-            g=g,
             w_rows=joined([p.weight_rows for p in pieces]),
             w_columns=joined([p.weight_columns for p in pieces]),
             out_index=layout.out_index,
             in_index=layout.in_index,
-            x_tiles=x,
-            g_tiles=g,
-            of_x=of_rows,
-            of_g=of_rows,
-            of_x_tiles=of_tiles,
-            of_g_tiles=of_tiles,
             weight_share=len(kept) / max(n_called, 1),
             there=there,
             experts=Experts(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mxprobe.measuring.operands.operand import DEVICE_BATCH_ELEMENTS
+from mxprobe.measuring.operands.pieces import DEVICE_BATCH_ELEMENTS
 from mxprobe.measuring.sampling import TILE
 
 BYTES_HELD = 30

@@ -18,7 +18,7 @@ not reach float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,20 +26,16 @@ import torch
 import torch.nn.functional as F
 
 import mxprobe_kernels
+from mxprobe.measuring.operands.pieces import pieces
 from mxprobe.measuring.products import inner, product
-from mxprobe.schema import EXPERT_SUMS, OUTPUT_SUMS, Role
+from mxprobe.schema import ENERGY_SUMS, EXPERT_SUMS, OUTPUT_SUMS, Role
 from mxprobe_kernels import cpu_backend
-from mxprobe_kernels.formats import Correction
-from mxprobe_kernels.torch_backend import ErrorFields
+from mxprobe_kernels.torch_backend import ErrorFields, energies
 
 Row = dict[str, Any]
 
 IDENTITY_TOLERANCE = 1e-5
 """Of sum_e2: how far the components of a row may be from their total."""
-CPU_BATCH_ELEMENTS = 1 << 16
-"""On a CPU, elements handled by one operation: enough to hide its overhead, few enough for the cache."""
-DEVICE_BATCH_ELEMENTS = 1 << 18
-"""There what an operation makes is to stay small: 8 to 100 bytes each."""
 
 
 class Operand(NamedTuple):
@@ -148,21 +144,10 @@ def _per_expert(
     f: ErrorFields, outputs: torch.Tensor, n: torch.Tensor, n_nonfinite: torch.Tensor
 ) -> dict[str, list[float]]:
     """`schema.EXPERT_SUMS` of each expert, from its `OUTPUT_SUMS` [_, E] and counts [E]."""
-    sums = {
-        "n": n,
-        "n_deadzone": f.on_d.sum((1, 2)),
-        "n_zeroed": f.zeroed.sum((1, 2)),
-        "n_saturated": f.saturated.sum((1, 2)),
-        "n_nonfinite": n_nonfinite,
-        "sum_x2": f.x.square().sum((1, 2)),
-        "sum_e2": f.e.square().sum((1, 2)),
-        "sum_scale2": f.e_scale.square().sum((1, 2)),
-        "sum_dz2": f.e_dz.square().sum((1, 2)),
-        "sum_grid2": f.e_grid.square().sum((1, 2)),
-        "sum_scale_grid": (f.e_scale * f.e_grid).sum((1, 2)),
-        "sum_scale_dz": (f.e_scale * f.e_dz).sum((1, 2)),
-        **dict(zip(OUTPUT_SUMS, outputs)),
-    }
+    counts = {"n_deadzone": f.on_d, "n_zeroed": f.zeroed, "n_saturated": f.saturated}
+    sums = {"n": n, "n_nonfinite": n_nonfinite, **dict(zip(OUTPUT_SUMS, outputs))}
+    sums.update((name, flags.sum((1, 2))) for name, flags in counts.items())
+    sums.update((name, e.sum((1, 2))) for name, e in zip(ENERGY_SUMS, energies(f)) if name in EXPERT_SUMS)
     return dict(zip(EXPERT_SUMS, torch.stack([sums[name].double() for name in EXPERT_SUMS]).tolist()))
 
 
@@ -195,31 +180,13 @@ def output_sums(fields: ErrorFields, b: torch.Tensor) -> torch.Tensor:
     """`schema.OUTPUT_SUMS` of each expert, float64 [10, E]: squared norms and inner products of the error of A B by
     component; b float64 [E, C, N]."""
     sums = b.new_zeros(len(OUTPUT_SUMS), len(b))
-    for experts, rows in _pieces(fields.x):
-        sums[:, experts] += _output_sums(_of(fields, experts, rows), b[experts])
+    for experts, rows in pieces(fields.x):
+        sums[:, experts] += _output_sums(part_of(fields, experts, rows), b[experts])
     return sums
 
 
-def _on_host(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu"
-
-
-def _pieces(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """(experts, rows) of [E, M, C] to be handled by one operation each; sums add up over them.
-
-    As many experts as there is room for; on a device as many rows of a large one, on a CPU all of them.
-    """
-    n, height, width = x.shape
-    limit = CPU_BATCH_ELEMENTS if _on_host(x) else DEVICE_BATCH_ELEMENTS
-    experts = max(limit // max(height * width, 1), 1)
-    rows = max(height if _on_host(x) or experts > 1 else limit // max(width, 1), 1)
-    for e in range(0, n, experts):
-        for r in range(0, max(height, 1), rows):
-            yield slice(e, e + experts), slice(r, r + rows)
-
-
-def _of(fields: ErrorFields, experts: slice, rows: slice) -> ErrorFields:
-    """What sums of products read of these experts and rows."""
+def part_of(fields: ErrorFields, experts: slice, rows: slice) -> ErrorFields:
+    """The fields that sums of products read, at these experts and rows."""
     names = ("x", "q", "q_star", "on_d", "zeroed", "saturated")
     return fields._replace(**{name: getattr(fields, name)[experts, rows] for name in names})
 
@@ -239,98 +206,6 @@ def _output_sums(fields: ErrorFields, b: torch.Tensor) -> torch.Tensor:
         *((part, part) for part in (zeroed, saturated)),
     )
     return torch.stack([inner(u, v) for u, v in pairs])
-
-
-@torch.no_grad()
-def measure_corrections(batch: Sequence[Measured], corrections: Sequence[str]) -> Iterator[list[Row]]:
-    """For each operand, one row of table `whatif` per correction: what A and A B would lose under it.
-
-    All operands of the batch have the same contraction length C, so that their rows can be corrected in one call.
-    Elements of blocks with a NaN or an infinity are left out, as everywhere. NVFP4's tensor scale is each matrix's
-    own, from the sampled rows, the largest of which may be smaller than the tensor's.
-    """
-    if not corrections:
-        return
-    inputs = [m.fields.x.float() for m in batch]
-    sizes = [x.shape[0] * x.shape[1] for x in inputs]
-    together = torch.cat([x.flatten(0, 1) for x in inputs])
-    rule = batch[0].fields.rule
-    grams = [product(m.b, m.b.mT) if m.b.shape[1] < m.b.shape[2] else None for m in batch]
-    parts: list[list[torch.Tensor]] = [[] for _ in batch]
-    for some in _at_a_time(corrections, together):
-        corrected: list[Sequence[torch.Tensor]] = []
-        for correction in some:
-            if Correction.parse(correction).needs_whole_tensor:
-                corrected.append(
-                    [
-                        torch.stack([mxprobe_kernels.apply_correction(each, correction, rule=rule) for each in x])
-                        for x in inputs
-                    ]
-                )
-            else:
-                whole = mxprobe_kernels.apply_correction(together, correction, rule=rule).split(sizes)
-                corrected.append([q.reshape(x.shape) for q, x in zip(whole, inputs)])
-        for i, (measured, gram) in enumerate(zip(batch, grams)):
-            parts[i].append(_whatif_sums(measured, gram, [of_batch[i] for of_batch in corrected]))
-    for measured, sums_of in zip(batch, parts):
-        shared = {name: measured.row[name] for name in ("n", "out_ref2", "sampled_frac", "n_clusters")}
-        yield [
-            {"correction": name, **shared, "n_zeroed": round(n_zeroed), **dict(zip(_WHATIF_SUMS, sums))}
-            for name, (n_zeroed, *sums) in zip(corrections, torch.cat(sums_of).tolist())
-        ]
-
-
-_WHATIF_SUMS = ("sum_e2", "sum_e2_on_d", "out_e2", "out_zeroed2")
-
-
-def _at_a_time(corrections: Sequence[str], x: torch.Tensor) -> Iterator[Sequence[str]]:
-    """On a device as many as `DEVICE_BATCH_ELEMENTS` has room for: each is a tensor as large as x."""
-    n = len(corrections) if _on_host(x) else max(DEVICE_BATCH_ELEMENTS // max(x.numel(), 1), 1)
-    return (corrections[start : start + n] for start in range(0, len(corrections), n))
-
-
-def _whatif_sums(measured: Measured, gram: torch.Tensor | None, corrected: list[torch.Tensor]) -> torch.Tensor:
-    """[n_corrections, 5], over the experts: zeroed elements, then `_WHATIF_SUMS`.
-
-    ||E B||^2 = <E (B B^T), E>: `gram` is B B^T where that is smaller than B.
-    """
-    parts: list[torch.Tensor] = []
-    for experts, rows in _pieces(measured.fields.x):
-        some = measured._replace(
-            fields=_of(measured.fields, experts, rows),
-            b=measured.b[experts],
-            weights=None if measured.weights is None else measured.weights[rows],
-        )
-        of_some = [q[experts, rows] for q in corrected]
-        parts.append(_whatif_sums_of(some, None if gram is None else gram[experts], of_some))
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _whatif_sums_of(measured: Measured, gram: torch.Tensor | None, corrected: list[torch.Tensor]) -> torch.Tensor:
-    """The same of one piece; as many corrections at a time as memory allows, as one more axis: [E, n, M, C]."""
-    fields, b, weights = measured.fields, measured.b, measured.weights
-    limit = CPU_BATCH_ELEMENTS if _on_host(fields.x) else DEVICE_BATCH_ELEMENTS
-    stride = max(limit // max(fields.x.numel(), 1), 1)
-    x, on_d, zeroed = fields.x[:, None], fields.on_d[:, None], fields.zeroed[:, None]
-    nonzero = x != 0
-    parts: list[torch.Tensor] = []
-    for start in range(0, len(corrected), stride):
-        q = torch.stack(corrected[start : start + stride], 1)
-        e = q.double() - x
-        n_zeroed = ((q == 0) & nonzero).sum(-1).double()
-        if weights is not None:
-            e, n_zeroed = e * weights.sqrt()[:, None], n_zeroed * weights
-        both = torch.stack((e, e * zeroed), 1)
-        made = product(both.flatten(1, 3), b if gram is None else gram).unflatten(1, both.shape[1:4])
-        out = _energies(made) if gram is None else (made * both).flatten(3).sum(-1)
-        sums = (n_zeroed.sum(-1), _energies(e), _energies(e * on_d), *out.unbind(1))
-        parts.append(torch.stack(sums, -1).sum(0))
-    return torch.cat(parts)
-
-
-def _energies(x: torch.Tensor) -> torch.Tensor:
-    """[..., M, C] -> ||x_i||^2 [...]."""
-    return torch.linalg.vector_norm(x.flatten(-2), dim=-1).square()
 
 
 def identity_error(row: Row) -> float:

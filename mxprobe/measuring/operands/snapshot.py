@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mxprobe.measuring.adapters.placement import WHOLE, Placement
-from mxprobe.measuring.operands.stack import Share, Stack, share_of
+from mxprobe.measuring.operands.stack import Sample, Stack
 from mxprobe.measuring.operands.weights import WeightSample
 from mxprobe.measuring.sampling import TILE, Rows, row_norms, sample_singles, seed_of, take
 
@@ -157,31 +157,26 @@ class Snapshot(Moment):
 
     def stack(self) -> Stack:
         """Return the copies as a stack of one; in the thread that measures."""
-        w, x, x_tiles, g = self.weight, self.single(self.x), self.tiled(self.x), self.gradient
-        rows = self.sampled_frac, x.shape[0] if self.row_index is None else _n_tiles(x_tiles)
-        of_x, of_g = (share_of(*rows, singles) for singles in (self.singles, self.singles_of_gradient))
-        of_tiles = of_g_tiles = Share(self.tile_frac, _n_tiles(x_tiles))
+        w, x, tiles, g = self.weight, self.single(self.x)[None], self.tiled(self.x)[None], self.gradient
+        of_rows = self.sampled_frac, x.shape[1] if self.row_index is None else _n_tiles(tiles)
+        of_tiles = of_g_tiles = self.tile_frac, _n_tiles(tiles)
+        of_g, y = of_rows, self.y
         if g is not None and self.g_index is not None:
-            of_g = Share(g.shape[0] / self.n_gradient_rows, g.shape[0])
-            of_g_tiles = Share(of_g.sampled_frac, _n_tiles(g))
-        y = self.y if self.y is None or w.bias is None else self.y.double() - w.bias.double()
+            of_g = g.shape[0] / self.n_gradient_rows, g.shape[0]
+            of_g_tiles = of_g[0], _n_tiles(g[None])
+        if y is not None and w.bias is not None:
+            y = y.double() - w.bias.double()
         return Stack(
-            x=x[None],
+            x=Sample(x, *of_rows, self.singles),
+            g=None if g is None else Sample(self.single(g)[None], *of_g, self.singles_of_gradient),
+            x_tiles=Sample(tiles, *of_tiles),
+            g_tiles=None if g is None else Sample(self.tiled(g)[None], *of_g_tiles),
             y=None if y is None else self.single(y)[None],
-            y_dtype=w.rows.dtype if self.y is None else self.y.dtype,
-            g=None if g is None else self.single(g)[None],
+            y_dtype=self.x.dtype if self.y is None else self.y.dtype,
             w_rows=w.rows[None],
             w_columns=w.columns[None],
             out_index=w.out_index,
             in_index=w.in_index,
-            x_tiles=x_tiles[None],
-            g_tiles=None if g is None else self.tiled(g)[None],
-            of_x=of_x,
-            of_g=of_g,
-            of_x_tiles=of_tiles,
-            of_g_tiles=of_g_tiles,
-            x_rows=self.singles,
-            g_rows=self.singles_of_gradient,
             y_weights=self.row_weights(),
             has_same_tokens=self.g_index is None,
             x_of_g=None if self.x_of_gradient is None else self.x_of_gradient[None],
@@ -191,7 +186,8 @@ class Snapshot(Moment):
 
 
 def _n_tiles(rows: torch.Tensor) -> int:
-    return -(-rows.shape[0] // TILE)
+    """How many 32-row tiles [1, R, C] has, a short last one too."""
+    return -(-rows.shape[1] // TILE)
 
 
 def _joined(first: Snapshot, a: torch.Tensor | None, second: Snapshot, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -33,13 +33,30 @@ from mxprobe.measuring.sampling import Rows, take
 from mxprobe.schema import Role
 
 
-class Share(NamedTuple):
-    """How much of an operand was sampled; the fields are those of `Operand`."""
+class Sample(NamedTuple):
+    """Rows of X or of G that were copied, and how much of all they are."""
 
+    rows: torch.Tensor
+    """[E, R, C]"""
     sampled_frac: float
     n_clusters: int
-    n_certain: int = 0
-    certain_weight: float = 1.0
+    singles: Rows | None = None
+    """Which single rows they are, where these stand for all by their weights; None where all count 1."""
+
+    @property
+    def share(self) -> tuple[float, int, int, float]:
+        """The fields of an `Operand` after its matrices; for one whose blocks lie within a row."""
+        if self.singles is None:
+            return self.sampled_frac, self.n_clusters, 0, 1.0
+        return self.sampled_frac, self.singles.n_effective, self.singles.n_certain, 1 / self.singles.drawn_weight
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """The rows as large as their weights make them in a sum of squares over rows."""
+        if self.singles is None:
+            return self.rows
+        weights = self.singles.weights() / self.singles.drawn_weight
+        return self.rows.double() * weights.sqrt()[:, None]
 
 
 class Experts(NamedTuple):
@@ -62,16 +79,20 @@ class Experts(NamedTuple):
 
 @dataclass
 class Stack:
-    """R = rows that stand for all by their weights, T = rows of whole tiles; K in and O out features; _s = sampled."""
+    """What was copied of a layer: R rows that stand for all, T rows of whole tiles; _s = sampled features."""
 
-    x: torch.Tensor
+    x: Sample
     """[E, R, K]"""
+    g: Sample | None
+    """[E, R_g, O]; None where there is no gradient."""
+    x_tiles: Sample
+    """[E, T, K]"""
+    g_tiles: Sample | None
+    """[E, T_g, O]"""
     y: torch.Tensor | None
     """[E, R, O_s], the bias taken off; None where it is not visible."""
     y_dtype: torch.dtype
     """In which y was returned."""
-    g: torch.Tensor | None
-    """[E, R_g, O]; None where there is no gradient."""
     w_rows: torch.Tensor
     """[E, O_s, K]"""
     w_columns: torch.Tensor
@@ -80,21 +101,10 @@ class Stack:
     """int64 [O_s]; None for all."""
     in_index: torch.Tensor | None
     """int64 [K_s]; None for all."""
-    x_tiles: torch.Tensor
-    """[E, T, K]"""
-    g_tiles: torch.Tensor | None
-    """[E, T_g, O]"""
-    of_x: Share
-    of_g: Share
-    of_x_tiles: Share
-    of_g_tiles: Share
     weight_share: float = 1.0
     """Share of the matrices called that are measured."""
     there: torch.Tensor | None = None
     """bool [E, R]: a token, neither missing nor padding; None where all rows are."""
-    x_rows: Rows | None = None
-    """Which single rows x is a sample of; None for all rows, or tiles."""
-    g_rows: Rows | None = None
     y_weights: torch.Tensor | None = None
     """float64 [R]: what each row of y counts; None where all count 1."""
     has_same_tokens: bool = True
@@ -110,13 +120,13 @@ class Stack:
     @property
     def n_rows(self) -> int:
         """How many rows of X are measured; for experts these are its clusters."""
-        return self.x.shape[1] if self.experts is None else self.of_x.n_clusters
+        return self.x.rows.shape[1] if self.experts is None else self.x.n_clusters
 
     def call(self, i: int) -> Call:
         """Return the forward call of one matrix."""
         assert self.y is not None  # only outputs that are visible are judged
         rows = slice(None) if self.there is None else self.there[i]
-        return Call(self.x[i][rows], self.w_rows[i], self.y[i][rows], self.y_dtype, self.y_weights)
+        return Call(self.x.rows[i][rows], self.w_rows[i], self.y[i][rows], self.y_dtype, self.y_weights)
 
     def operands(self, *, with_weights: bool) -> Iterator[Operand]:
         """The operands that the stack holds, each with the matrices it meets."""
@@ -124,26 +134,27 @@ class Stack:
         if self.there is not None:
             by_row, by_token = self.there[:, :, None], self.there[:, None, :]
             always = self.there.new_ones(1, 1, 1)
-        w, columns, n_matrices = self.w_rows, self.w_columns, len(self.w_rows)
-        if self.x.shape[1]:
-            yield Operand(Role.X_FWD, self.x, w.mT, *self.of_x, there=by_row)
+        w, columns, x, g = self.w_rows, self.w_columns, self.x, self.g
+        has_rows = x.rows.shape[1] > 0  # not those of a weight that was copied alone
+        if has_rows:
+            yield Operand(Role.X_FWD, x.rows, w.mT, *x.share, there=by_row)
         if with_weights:
-            share = w.shape[1] / columns.shape[1] * self.weight_share, n_matrices * w.shape[1]
-            yield Operand(Role.W_FWD, w, _counted(self.x, self.x_rows).mT, *share, there=always)
-        if self.g is None or self.g_tiles is None:
+            share = w.shape[1] / columns.shape[1] * self.weight_share, len(w) * w.shape[1]
+            yield Operand(Role.W_FWD, w, x.counted.mT, *share, there=always)
+        if g is None or self.g_tiles is None:
             return
-        if self.g.shape[1]:
-            yield Operand(Role.G_DGRAD, self.g, columns, *self.of_g, there=by_row)
+        if has_rows:
+            yield Operand(Role.G_DGRAD, g.rows, columns, *g.share, there=by_row)
         if with_weights:
-            share = columns.shape[2] / w.shape[2] * self.weight_share, n_matrices * columns.shape[2]
-            yield Operand(Role.W_DGRAD, columns.mT, _counted(self.g, self.g_rows).mT, *share, there=always)
-        if self.g.shape[1]:
-            g, x = _features(self.g_tiles, self.out_index), _features(self.x_tiles, self.in_index)
-            x_of_g, g_of_x = x, g
+            share = columns.shape[2] / w.shape[2] * self.weight_share, len(w) * columns.shape[2]
+            yield Operand(Role.W_DGRAD, columns.mT, g.counted.mT, *share, there=always)
+        if has_rows:
+            g_s, x_s = _features(self.g_tiles.rows, self.out_index), _features(self.x_tiles.rows, self.in_index)
+            x_of_g, g_of_x = x_s, g_s
             if not self.has_same_tokens:
-                x_of_g, g_of_x = _met(self.x_of_g, self.in_index, g), _met(self.g_of_x, self.out_index, x)
-            yield Operand(Role.G_WGRAD, g.mT, x_of_g, *self.of_g_tiles, there=by_token)
-            yield Operand(Role.X_WGRAD, x.mT, g_of_x, *self.of_x_tiles, there=by_token)
+                x_of_g, g_of_x = _met(self.x_of_g, self.in_index, g_s), _met(self.g_of_x, self.out_index, x_s)
+            yield Operand(Role.G_WGRAD, g_s.mT, x_of_g, *self.g_tiles.share, there=by_token)
+            yield Operand(Role.X_WGRAD, x_s.mT, g_of_x, *self.x_tiles.share, there=by_token)
 
 
 def _features(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
@@ -154,18 +165,3 @@ def _met(other: torch.Tensor | None, index: torch.Tensor | None, operand: torch.
     """The rows that an operand meets in the weight gradient; a column of zeros, which adds nothing to any sum, where
     they are on another rank."""
     return operand.new_zeros(*operand.shape[:2], 1) if other is None else _features(other, index)
-
-
-def share_of(sampled_frac: float, n_clusters: int, singles: Rows | None) -> Share:
-    """The share of an operand whose blocks lie within a row, so that its rows can be a sample of single ones."""
-    if singles is None:
-        return Share(sampled_frac, n_clusters)
-    return Share(sampled_frac, singles.n_effective, singles.n_certain, 1 / singles.drawn_weight)
-
-
-def _counted(rows: torch.Tensor, singles: Rows | None) -> torch.Tensor:
-    """Rows as large as their weights make them in a sum of squares over rows."""
-    if singles is None:
-        return rows
-    weights = singles.weights() / singles.drawn_weight
-    return rows.double() * weights.sqrt()[:, None]
