@@ -59,9 +59,9 @@ class Call(NamedTuple):
 
 
 def candidates(previous: Recipe | None) -> Iterator[Recipe]:
-    """Recipes to try, the likely first: the module's last one, untouched, MXFP4 by rule, corrected, one-sided.
+    """Yield recipes to try: the module's last one, untouched, MXFP4 by rule, corrected, one-sided.
 
-    Then every other pair: a correction is often switched on for one operand of a GEMM alone.
+    Then follows every other pair: a correction is often switched on for one operand of a GEMM alone.
     """
     names = (*RULES, *CORRECTED)
     likely: list[Recipe] = [] if previous is None else [previous]

@@ -201,7 +201,6 @@ def _gemm(product: _Product, found: tuple[_Root, Which], out: torch.Tensor) -> G
     if flat.shape[-1] != weight.shape[-1] or out.numel() != flat.shape[0] * weight.shape[-2]:
         return None
     return Gemm(
-        parameter=root.parameter,
         expert=which if isinstance(which, int) else 0 if weight.dim() == 2 else None,
         experts=which if isinstance(which, torch.Tensor) else None,
         offsets=product.offsets,

@@ -1,6 +1,6 @@
 """Copies of the GEMMs that one forward makes by a parameter of several experts; taken in the training thread.
 
-E = experts, E_s = of them measured, S = rows sent to experts, R = rows copied of each (padded with zeros), K = in
+E = experts, E_s = those measured, S = rows sent to experts, R = rows copied of each (padded with zeros), K = in
 features, O = out features; _s = sampled. Shapes are known without the device: nothing waits for how many rows an
 expert was sent.
 """
@@ -19,7 +19,7 @@ from mxprobe.measuring.operands.stack import Experts, Sample, Stack
 from mxprobe.measuring.sampling import TILE, sample_tiles, take
 
 CPU_ROWS, DEVICE_ROWS = 256, 1 << 14
-"""Rows copied of one GEMM, over all experts."""
+"""How many rows of one GEMM are copied, over all experts."""
 CPU_FEATURES, DEVICE_FEATURES = 64, 512
 """Output features (and input features, for the backward products) copied of each expert: on a CPU the experts
 of a layer cost about what a Linear does."""
@@ -45,7 +45,10 @@ class Layout(NamedTuple):
 
     @classmethod
     def plan(cls, weight: torch.Tensor, *, every: bool, seed: int, elements: int, first: int = 0) -> Layout:
-        """For weight [E, O, K]; `every`: all experts, whatever they cost; `elements`: of one copied operand."""
+        """Choose what is copied for weight [E, O, K].
+
+        `every` takes all experts, whatever they cost; `elements` is the most that one copied operand has.
+        """
         n_experts, out_features, in_features = weight.shape
         device = weight.device
         is_cpu = device.type == "cpu"
@@ -96,7 +99,7 @@ class Piece:
     """[E_p, R, O]"""
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """gradient [S, O], of the loss by the GEMM's output."""
+        """Copy the rows of the gradient [S, O] of the loss by the GEMM's output."""
         self.gradient = _pick(gradient, self.index, self.valid)
 
 
@@ -129,7 +132,7 @@ class ExpertsSnapshot(Moment):
         return self.pieces[0].x
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Of the loss by what a single call over all experts returned, [..., O]."""
+        """Copy the gradient of the loss by what a single call over all experts returned, [..., O]."""
         for piece in self.pieces:
             piece.add_gradient(gradient.reshape(-1, gradient.shape[-1]))
 
@@ -188,10 +191,10 @@ def copy_gemm(
     weight: torch.Tensor | Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor] = (),
 ) -> tuple[Piece, torch.Tensor | None] | None:
-    """The copies, and the rows of each expert (int64 [E]) where the call had them all; None: of no expert measured.
+    """Return the copies, and the rows of each expert (int64 [E]) where the call had them all.
 
-    weight [E, O, K], or E of [O, K], is the parameter's own, whatever copy of it the GEMM was given; `biases`: E of
-    [O] that y contains, beside the one of `gemm`.
+    None where no expert of the call is measured. weight [E, O, K], or E of [O, K], is the parameter's own, whatever
+    copy of it the GEMM was given; `biases` are E of [O] that y contains, beside the one of `gemm`.
     """
     device = gemm.x.device
     if gemm.expert is not None:
@@ -238,12 +241,12 @@ def copy_gemm(
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64, written by kernels: a copy from the host's memory waits for all that the device is at."""
+    """Return int64 written by kernels: a copy from the host's memory would wait for all that the device is at."""
     return torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in numbers])
 
 
 def _cut(weight: torch.Tensor, chosen: torch.Tensor | None, index: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """A copy of W [E, O, K] of the chosen experts at the chosen features of `dim`; no whole matrix where some do."""
+    """Copy W [E, O, K] of the chosen experts at the chosen features of `dim`; no whole matrix where some do."""
     if chosen is None:
         return take(weight, index, dim)
     if index is None:

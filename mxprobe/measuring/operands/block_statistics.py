@@ -1,8 +1,8 @@
-"""Of an operand, what its sums do not tell: how peaked its blocks are, where its error lies, whether both axes agree.
+"""What the sums of an operand do not tell: how peaked its blocks are, where its error lies, whether both axes agree.
 
     crest_b = m_b / rms_b      underflow_b = elements of block b with Q = 0, x != 0 / its elements
     E_c = sum over rows of e_rc^2        channels c along the contraction axis; top k %: the largest E_c, at least one
-    sparse k %: of each row the elements with the largest e_rc^2, at least one
+    sparse k %: the elements with the largest e_rc^2 of each row, at least one
     transposed: ||Q_row(W) - Q_col(W)||^2, W quantized along its rows as the forward has it and along its columns as dX
     has it, on the elements that were measured both ways
 
@@ -61,7 +61,7 @@ def block_row(fields: ErrorFields, weights: torch.Tensor | None = None) -> Row:
 
 
 NOT_TRANSPOSED: Row = {"sum_transposed2": None, "sum_tile2": None}
-"""Of an operand that was not measured along both axes."""
+"""The columns for an operand that was not measured along both axes."""
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from mxprobe_kernels.torch_backend import ErrorFields, energies
 Row = dict[str, Any]
 
 IDENTITY_TOLERANCE = 1e-5
-"""Of sum_e2: how far the components of a row may be from their total."""
+"""How far the components of a row may be from their total, as a share of it."""
 
 
 class Operand(NamedTuple):
@@ -96,7 +96,7 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
-    """The sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B."""
+    """Measure the sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B."""
     fields = mxprobe_kernels.error_fields(operand.a, format=format, rule=rule)
     b = operand.b.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     measured = Measured({}, fields, b, operand.weights)
@@ -115,7 +115,7 @@ def _tensor_sums(operand: Operand, fields: ErrorFields, rule: str) -> Row:
     """Energies, counts and histograms of A."""
 
     def of(a: torch.Tensor) -> Row:
-        # Fast, of float32 sums; of what is masked the elements that are there are counted beside it.
+        # The C++ library is fast, but sums in float32; experts keep the float64 sums of the fields.
         fast = operand.there is None and a.device.type == "cpu" and cpu_backend.supports(a)
         of_a = fields if a is operand.a else mxprobe_kernels.error_fields(a, format=fields.format.name, rule=rule)
         sums = mxprobe_kernels.decompose(a, format=fields.format.name, rule=rule) if fast else of_a.decomposition()
@@ -143,7 +143,7 @@ def _count_there(row: Row, there: torch.Tensor, fields: ErrorFields) -> torch.Te
 def _per_expert(
     f: ErrorFields, outputs: torch.Tensor, n: torch.Tensor, n_nonfinite: torch.Tensor
 ) -> dict[str, list[float]]:
-    """`schema.EXPERT_SUMS` of each expert, from its `OUTPUT_SUMS` [_, E] and counts [E]."""
+    """Return `schema.EXPERT_SUMS` of each expert, from its `OUTPUT_SUMS` [_, E] and counts [E]."""
     counts = {"n_deadzone": f.on_d, "n_zeroed": f.zeroed, "n_saturated": f.saturated}
     sums = {"n": n, "n_nonfinite": n_nonfinite, **dict(zip(OUTPUT_SUMS, outputs))}
     sums.update((name, flags.sum((1, 2))) for name, flags in counts.items())
@@ -156,7 +156,7 @@ _NEVER_WEIGHTED = ("n_nonfinite", "n_blocks_excluded", "n_clamped")
 
 
 def added(a: Row, b: Row, weight: float) -> Row:
-    """Sums of `a`, and of `b` by its weight; counts rounded."""
+    """Add the sums of `a`, and those of `b` by its weight; counts are rounded."""
     row: Row = {}
     for name, value in a.items():
         w = 1.0 if name in _NEVER_WEIGHTED else weight
@@ -171,14 +171,16 @@ def added(a: Row, b: Row, weight: float) -> Row:
 
 
 def _times(fields: ErrorFields, factors: torch.Tensor) -> ErrorFields:
-    """x, Q and Q* with their rows multiplied; what is counted stays."""
+    """Multiply the rows of x, Q and Q*; what is counted stays."""
     x, q, q_star = (part * factors[:, None] for part in (fields.x, fields.q, fields.q_star))
     return fields._replace(x=x, q=q, q_star=q_star)
 
 
 def output_sums(fields: ErrorFields, b: torch.Tensor) -> torch.Tensor:
-    """`schema.OUTPUT_SUMS` of each expert, float64 [10, E]: squared norms and inner products of the error of A B by
-    component; b float64 [E, C, N]."""
+    """Return `schema.OUTPUT_SUMS` of each expert, float64 [10, E], for b float64 [E, C, N].
+
+    They are squared norms and inner products of the error of A B, by component.
+    """
     sums = b.new_zeros(len(OUTPUT_SUMS), len(b))
     for experts, rows in pieces(fields.x):
         sums[:, experts] += _output_sums(part_of(fields, experts, rows), b[experts])
@@ -209,7 +211,7 @@ def _output_sums(fields: ErrorFields, b: torch.Tensor) -> torch.Tensor:
 
 
 def identity_error(row: Row) -> float:
-    """How far a row's components are from its totals, relative to them: the larger of tensor and product.
+    """Return how far a row's components are from its totals, relative to them: the larger of tensor and product.
 
     ||e||^2 = ||scale||^2 + ||dz||^2 + ||grid||^2 + 2 (<scale, grid> + <scale, dz>)       <dz, grid> = 0
     and for the product, whose components all overlap, with 2 <dz, grid> as well.

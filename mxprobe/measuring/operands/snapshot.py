@@ -32,7 +32,7 @@ class Moment:
     time_ns: int
 
     def key(self, step_base: int) -> dict[str, Any]:
-        """Columns that every row of it has; `step_base`: steps that the run had taken before attach."""
+        """Return the columns that all its rows share; the run had taken `step_base` steps before attach."""
         return {
             "step": step_base + self.step,
             "micro_step": self.micro_step,
@@ -48,17 +48,18 @@ class Snapshot(Moment):
 
     n_rows: int
     """Rows there were; the first dimension of `x` says how many were copied."""
-    row_index: torch.Tensor | None
     x: torch.Tensor
     """[R_s, K]"""
-    y: torch.Tensor | None
-    """[R_s, O_s], with the bias; None where the module does not show it."""
-    y_watched: torch.Tensor | None
-    """[R_s, F], with the bias: the output features of `weight.watched`."""
     weight: WeightSample
     with_operands: bool
     """False where only the realised output error is wanted."""
     with_weights: bool
+    row_index: torch.Tensor | None = None
+    """int64 [R_s]; None for all rows."""
+    y: torch.Tensor | None = None
+    """[R_s, O_s], with the bias; None where the module does not show it."""
+    y_watched: torch.Tensor | None = None
+    """[R_s, F], with the bias: the output features of `weight.watched`."""
     gradient: torch.Tensor | None = None
     """[R_s, O], of the loss (scaled, under a GradScaler) by y; [R_gs, O] with `g_index`."""
     chosen: torch.Tensor | None = None
@@ -91,11 +92,11 @@ class Snapshot(Moment):
         return self.tiled(self.x).shape[0] / max(self.n_rows, 1)
 
     def tiled(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of copied rows (of x, y or the gradient) the whole tiles."""
+        """Return the whole tiles of copied rows (of x, y or the gradient)."""
         return rows[: self.n_tile_rows] if self.n_tile_rows else rows
 
     def single(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of copied rows those that stand for all by their weights."""
+        """Return those copied rows that stand for all by their weights."""
         return rows[self.n_tile_rows :]
 
     def row_weights(self) -> torch.Tensor | None:
@@ -104,6 +105,7 @@ class Snapshot(Moment):
         return None if weights is None else weights / weights.max()
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
+        """Copy the rows wanted of G [..., O], in the training thread, without waiting."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         if self.singles is not None and self.row_index is not None:
             n, seed = self.singles.index.shape[0], seed_of(self.step, self.module) + 2
@@ -195,5 +197,5 @@ def _joined(first: Snapshot, a: torch.Tensor | None, second: Snapshot, b: torch.
 
 
 def event_now(device: torch.device) -> Any:
-    """The current point of the device's current CUDA stream; None on a CPU."""
+    """Record the point at which the device's current CUDA stream is; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

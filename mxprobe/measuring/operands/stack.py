@@ -45,7 +45,7 @@ class Sample(NamedTuple):
 
     @property
     def share(self) -> tuple[float, int, int, float]:
-        """The fields of an `Operand` after its matrices; for one whose blocks lie within a row."""
+        """The fields of an `Operand` after its matrices: sampled_frac, n_clusters, n_certain, certain_weight."""
         if self.singles is None:
             return self.sampled_frac, self.n_clusters, 0, 1.0
         return self.sampled_frac, self.singles.n_effective, self.singles.n_certain, 1 / self.singles.drawn_weight
@@ -129,7 +129,7 @@ class Stack:
         return Call(self.x.rows[i][rows], self.w_rows[i], self.y[i][rows], self.y_dtype, self.y_weights)
 
     def operands(self, *, with_weights: bool) -> Iterator[Operand]:
-        """The operands that the stack holds, each with the matrices it meets."""
+        """Yield the operands that the stack holds, each with the matrices it meets."""
         by_row = by_token = always = None
         if self.there is not None:
             by_row, by_token = self.there[:, :, None], self.there[:, None, :]
@@ -162,6 +162,8 @@ def _features(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
 
 
 def _met(other: torch.Tensor | None, index: torch.Tensor | None, operand: torch.Tensor) -> torch.Tensor:
-    """The rows that an operand meets in the weight gradient; a column of zeros, which adds nothing to any sum, where
-    they are on another rank."""
+    """Return the rows that an operand meets in the weight gradient.
+
+    Where they are on another rank it is a column of zeros, which adds nothing to any sum.
+    """
     return operand.new_zeros(*operand.shape[:2], 1) if other is None else _features(other, index)

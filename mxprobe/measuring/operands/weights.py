@@ -16,9 +16,9 @@ from mxprobe.measuring.sampling import sample_tiles, spread, take
 CPU_MAX_FEATURES = 128
 """Features measured where a CPU does it: the products of the errors are nearly all that measuring costs there."""
 WATCHED_BYTES = 1 << 16
-"""Of one version of one module, kept to tell which version generation computes with ..."""
+"""Bytes kept of one version of one module, to tell which version generation computes with ..."""
 MIN_WATCHED = 8
-"""... but at least so many output features."""
+"""... in at least so many output features."""
 
 
 @dataclass(frozen=True)
