@@ -66,6 +66,8 @@ def measure_step(
 
 @dataclass
 class _Step:
+    """One call of `measure_step`, whose arguments it holds."""
+
     config: AgentConfig
     step_base: int
     recipes: dict[tuple[str, str], Recipe]
@@ -75,6 +77,7 @@ class _Step:
     """By length, operands whose corrections are scored together."""
 
     def rows(self, snapshot: Snapshot | ExpertsSnapshot) -> Iterator[TableRow]:
+        """Yield the rows of one snapshot; what stays in `waiting` is the caller's to score."""
         stack = snapshot.stack()
         if stack is None:
             return
@@ -90,7 +93,7 @@ class _Step:
             yield from self._operand_rows(when, snapshot, stack)
 
     def _output_rows(self, when: Row, snapshot: Snapshot | ExpertsSnapshot, stack: Stack) -> Iterator[TableRow]:
-        """What the layer did, and what is news about it."""
+        """Yield what the layer did, and what is news about it."""
         place = (snapshot.module, snapshot.phase)
         before = self.recipes.get(place)
         found = behaviour.layer_output(stack, before)
@@ -121,7 +124,7 @@ class _Step:
             yield "routing", {**when, **how, **routing}
 
     def _operand_rows(self, when: Row, snapshot: Snapshot | ExpertsSnapshot, stack: Stack) -> Iterator[TableRow]:
-        """Rows of each operand, then of the gradient products that they meet in."""
+        """Yield the rows of each operand, then of the gradient products that they meet in."""
         how = {"format": self.config.format, "rule": self.config.rule}
         block = get_format(self.config.format).block
         fields: dict[Role, ErrorFields] = {}
@@ -153,6 +156,12 @@ class _Step:
             alike.append((key, measured))
             if sum(m.fields.x.numel() for _, m in alike) >= CPU_BATCH_ELEMENTS:
                 yield from self.whatif_rows(self.waiting.pop(operand.a.shape[-1]))
+        yield from self._gradient_rows(when, stack, fields, shares)
+
+    def _gradient_rows(
+        self, when: Row, stack: Stack, fields: dict[Role, ErrorFields], shares: dict[Role, Row]
+    ) -> Iterator[TableRow]:
+        how = {"format": self.config.format, "rule": self.config.rule}
         key = {name: when[name] for name in ("step", "micro_step", "time_ns", "module")}
         for gemm, left, right in ((WGRAD, Role.G_WGRAD, Role.X_WGRAD), (DGRAD, Role.G_DGRAD, Role.W_DGRAD)):
             # Without the same tokens dW is not a product of the two.

@@ -96,7 +96,10 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
-    """Measure the sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B."""
+    """Measure the sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B.
+
+    A format with a scale for the tensor has one for all matrices together.
+    """
     fields = mxprobe_kernels.error_fields(operand.a, format=format, rule=rule)
     b = operand.b.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     measured = Measured({}, fields, b, operand.weights)
@@ -112,7 +115,7 @@ def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
 
 
 def _tensor_sums(operand: Operand, fields: ErrorFields, rule: str) -> Row:
-    """Energies, counts and histograms of A."""
+    """Return energies, counts and histograms of A."""
 
     def of(a: torch.Tensor) -> Row:
         # The C++ library is fast, but sums in float32; experts keep the float64 sums of the fields.
