@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mxprobe.attach import gdb, remote
-from mxprobe.attach.helper import check_ptrace, run_injector, unmap_statements
-from mxprobe.attach.pages import Page
+from mxprobe.attach.injector_process import check_ptrace, run_injector, unmap_statements
+from mxprobe.attach.page_record import Page
 from mxprobe.attach.payload import boot_statement
 from mxprobe.attach.process import Process, check_attachable
 from mxprobe.attach.refusals import refuse

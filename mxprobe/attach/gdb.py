@@ -14,7 +14,7 @@ from typing import Any
 
 from mxprobe.attach.elf import PAGE_BYTES, ImageError, find_libc, find_python, read_maps
 from mxprobe.attach.injector import FUNCTIONS, statements_among
-from mxprobe.attach.pages import Page
+from mxprobe.attach.page_record import Page
 from mxprobe.attach.process import Process
 from mxprobe.attach.refusals import refuse
 

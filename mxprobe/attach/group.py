@@ -1,4 +1,4 @@
-"""Several processes attached side by side into one trace: a controller each, in a thread; none waits for another.
+"""Several processes attached side by side into one trace. Each has a controller in a thread; none waits for another.
 
 One process is a group of one. A process that cannot be attached is reported and does not stop the others.
 """
@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mxprobe.attach.controller import Controller
-from mxprobe.attach.outcome import Outcome
+from mxprobe.attach.controller import AttachOutcome, Controller
 from mxprobe.attach.process import Process
-from mxprobe.attach.progress import Board
-from mxprobe.attach.recorder import RunTrace, check_free
+from mxprobe.attach.progress import Progress
 from mxprobe.attach.refusals import refuse
+from mxprobe.attach.trace_recorder import RunTrace, check_free
 from mxprobe.errors import AttachError, MxprobeError
 from mxprobe.protocol import AgentConfig
 from mxprobe.trace import Retention
@@ -37,12 +36,12 @@ class AttachOptions:
     directory: Path
     config: AgentConfig = field(default_factory=AgentConfig)
     duration_s: float | None = None
-    """Leave after so long; None means until told to."""
+    """Leave after so many seconds; None means until told to."""
     retention: Retention = field(default_factory=Retention)
     copy_to: str | None = None
     """URL that the trace is copied to while it is written."""
     wait_s: float = 0.0
-    """Keep trying for so long while a process has not yet imported torch."""
+    """Keep trying for so many seconds while a process has not yet imported torch."""
     via: str | None = None
     """The only way in to use; None means the first that is open."""
     command_line: Sequence[str] = ()
@@ -67,7 +66,7 @@ class _Member:
     controller: Controller | None = None
     settled: bool = False
     """Attached or refused for good."""
-    outcome: Outcome | None = None
+    outcome: AttachOutcome | None = None
     error: MxprobeError | None = None
 
 
@@ -77,7 +76,7 @@ class Group:
     Args:
         processes: name (`rank 3`) -> process. The names are used only where there are several.
         options: what to do.
-        board: where progress is shown.
+        progress: shows what happens.
         on_attached: called once, when every process is attached or refused, if one is attached.
     """
 
@@ -85,30 +84,28 @@ class Group:
         self,
         processes: Mapping[str, Process],
         options: AttachOptions,
-        board: Board,
+        progress: Progress,
         *,
         on_attached: Callable[[], None] = lambda: None,
     ) -> None:
         several = len(processes) > 1
         self._members = [_Member(process, name if several else "") for name, process in processes.items()]
         self._options = options
-        self._board = board
+        self._progress = progress
         self._on_attached = on_attached
-        self._trace: RunTrace | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
 
-    def run(self) -> list[Outcome]:
-        """How each attached process ended. AttachError if none was; TraceError if the disk refused."""
+    def run(self) -> list[AttachOutcome]:
+        """Return how each attached process ended. AttachError if none was; TraceError if the disk refused."""
         options = self._options
         check_free(options.directory)
         facts: dict[str, Any] = {"command_line": list(options.command_line)}
         if options.job is not None:
             facts["job"] = dict(options.job)
-        pids = [m.process.pid for m in self._members]
-        self._trace = RunTrace(
+        trace = RunTrace(
             options.directory,
-            pids,
+            [member.process.pid for member in self._members],
             facts,
             beside=options.beside,
             retention=options.retention,
@@ -116,15 +113,15 @@ class Group:
         )
         with signals_handled(self._interrupt):
             threads = [
-                threading.Thread(target=self._serve, args=(m, self._trace), name=f"attach-{m.process.pid}")
-                for m in self._members
+                threading.Thread(target=self._serve, args=(member, trace), name=f"attach-{member.process.pid}")
+                for member in self._members
             ]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 while thread.is_alive():  # a join without end would keep Python from running signal handlers
                     thread.join(_JOIN_S)
-        self._board.close()
+        self._progress.close()
         return self._result()
 
     def _serve(self, member: _Member, trace: RunTrace) -> None:
@@ -144,20 +141,20 @@ class Group:
                 trace.refuse(member.process.pid, reason=reason, what=member.error.what)
             meant = member.process.pid not in self._options.perhaps or reason not in _NOT_MEANT
             if member.shown_name and meant:
-                self._board.of(member.shown_name).say(str(member.error))
+                self._progress.say(str(member.error), member.shown_name)
         self._settle(member)
-        self._board.forget(member.shown_name)
+        self._progress.forget(member.shown_name)
 
-    def _attach_patiently(self, member: _Member, trace: RunTrace) -> Outcome:
+    def _attach_patiently(self, member: _Member, trace: RunTrace) -> AttachOutcome:
         options, process = self._options, member.process
         deadline = time.monotonic() + (0.0 if process.pid in options.beside else options.wait_s)
-        saying = self._board.of(member.shown_name)
         while not self._stop.is_set():
             controller = Controller(
                 process,
                 options.config_of(process.pid),
                 trace,
-                saying,
+                self._progress,
+                name=member.shown_name,
                 duration_s=options.duration_s,
                 via=options.via,
                 on_attached=lambda: self._settle(member),
@@ -167,11 +164,11 @@ class Group:
             if self._stop.is_set():
                 controller.interrupt()
             try:
-                return replace(controller.run(), name=member.shown_name)
+                return controller.run()
             except AttachError as error:
                 if error.reason not in _WORTH_WAITING_FOR or time.monotonic() >= deadline:
                     raise
-            saying.show(f"waiting for process {process.pid} to import torch")
+            self._progress.show(f"waiting for process {process.pid} to import torch", member.shown_name)
             self._stop.wait(_RETRY_EVERY_S)
         raise refuse("interrupted", process.pid)
 
@@ -184,7 +181,7 @@ class Group:
         if now and not before and attached:
             self._on_attached()
 
-    def _result(self) -> list[Outcome]:
+    def _result(self) -> list[AttachOutcome]:
         outcomes = [m.outcome for m in self._members if m.outcome is not None]
         errors = [m.error for m in self._members if m.error is not None]
         for error in errors:
@@ -200,7 +197,7 @@ class Group:
         return outcomes
 
     def _trigger_all(self, reason: str) -> None:
-        """What one process logs concerns all: the one that logs may not be one that trains."""
+        """Trigger all members: the process that logs may not be one that trains."""
         for member in self._members:
             if member.controller is not None:
                 member.controller.trigger(reason)
@@ -214,7 +211,7 @@ class Group:
 
 @contextmanager
 def signals_handled(end: Callable[[], None]) -> Generator[None]:
-    """A signal ends every attachment in order; handlers are as before afterwards."""
+    """Have a signal call `end`, which ends every attachment in order; then put the handlers back."""
     before = {number: signal.signal(number, lambda *_: end()) for number in _SIGNALS}
     try:
         yield

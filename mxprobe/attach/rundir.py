@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mxprobe.attach.pages import SUFFIX as PAGES_SUFFIX
-from mxprobe.attach.pages import PageRecord
+from mxprobe.attach.page_record import SUFFIX as PAGES_SUFFIX
+from mxprobe.attach.page_record import PageRecord
 from mxprobe.attach.process import Process, look_up
 from mxprobe.attach.refusals import refuse
 from mxprobe.errors import AttachError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from mxprobe.cli import pids as targets
+from mxprobe.cli import targets
 from mxprobe.cli.durations import Duration
 from mxprobe.cli.experts import Experts
 from mxprobe.cli.shares import Share
@@ -230,7 +230,7 @@ def command(
         attach(lambda: None)
         click.echo(directory)
         return
-    from mxprobe.attach.background import LOG_NAME, run_in_background
+    from mxprobe.attach.daemon import LOG_NAME, run_in_background
 
     controller_pid = run_in_background(attach, directory / LOG_NAME)
     attached = " ".join(map(str, found.pids))
@@ -264,8 +264,8 @@ def _attach_nodes(found: targets.Targets, directory: Path, *, background: bool) 
     import threading
 
     from mxprobe.attach.group import signals_handled
-    from mxprobe.attach.ray_nodes import record
-    from mxprobe.attach.recorder import check_free
+    from mxprobe.attach.ray_cluster import record
+    from mxprobe.attach.trace_recorder import check_free
 
     check_free(directory)
     facts = {"command_line": ["mxprobe", *sys.argv[1:]], "job": found.job}
@@ -280,7 +280,7 @@ def _attach_nodes(found: targets.Targets, directory: Path, *, background: bool) 
     if not background:
         attach(lambda: None)
     else:
-        from mxprobe.attach.background import LOG_NAME, run_in_background
+        from mxprobe.attach.daemon import LOG_NAME, run_in_background
 
         controller_pid = run_in_background(attach, directory / LOG_NAME)
         how = f"`kill -INT {controller_pid}` detaches (log: {directory / LOG_NAME})"

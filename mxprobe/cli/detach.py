@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from mxprobe.cli import pids as targets
+from mxprobe.cli import targets
 from mxprobe.errors import AttachError
 
 _TIMEOUT_S = 120.0

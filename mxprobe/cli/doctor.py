@@ -21,7 +21,7 @@ def command(ctx: click.Context, as_json: bool, install_listener: bool, remove_li
     Exit code 4 if none works. Paste the output in a bug report: it names paths and versions, nothing else.
     """
     from mxprobe.attach import startup_hook
-    from mxprobe.attach.diagnosis import diagnose, ways_in
+    from mxprobe.attach.host_checks import check_host, ways_in
 
     if install_listener and remove_listener:
         raise UsageError("--install-listener and --remove-listener exclude each other")
@@ -32,7 +32,7 @@ def command(ctx: click.Context, as_json: bool, install_listener: bool, remove_li
         removed = startup_hook.remove()
         click.echo(f"removed {removed}" if removed else "there was none", err=True)
         return
-    findings = diagnose()
+    findings = check_host()
     ways = ways_in(findings)
     if as_json:
         click.echo(json.dumps({"findings": [asdict(finding) for finding in findings], "ways_in": ways}, indent=2))

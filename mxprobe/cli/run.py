@@ -50,7 +50,7 @@ def command(output: Path | None, emulate: str | None, record: bool, plant_probes
     nn.Linear in a training graph, until a probed step, in which it shows operands and output. The run is not bit
     for bit what it is without. Nothing else sees calls inside a compiled graph while it runs as compiled.
     """
-    from mxprobe.attach.job import is_launcher
+    from mxprobe.attach.distributed_job import is_launcher
 
     if record and output is None:
         raise UsageError(

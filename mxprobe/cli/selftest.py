@@ -22,12 +22,12 @@ def command(ctx: click.Context, as_json: bool) -> None:
     is open here, against the same job left alone: bit for bit at every step. Takes one to two minutes; exit code 1 if
     anything is wrong, 4 if nothing can be attached. Paste the output in a bug report.
     """
-    from mxprobe.attach.diagnosis import diagnose, ways_in
+    from mxprobe.attach.host_checks import check_host, ways_in
     from mxprobe.selftest.attached import check_attach, temporary
     from mxprobe.selftest.backends import check_backends
 
     started = time.monotonic()
-    surroundings = diagnose()
+    surroundings = check_host()
     ways = ways_in(surroundings)
     findings = [f for f in surroundings if f.name in ("mxprobe", "python", "torch", "system", "listener", "ptrace")]
     shown = 0

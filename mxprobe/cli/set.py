@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mxprobe.cli import pids as targets
+from mxprobe.cli import targets
 from mxprobe.errors import AttachError, UsageError
 
 _STATUS_S = 10.0

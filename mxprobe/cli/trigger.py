@@ -2,7 +2,7 @@
 
 import click
 
-from mxprobe.cli import pids as targets
+from mxprobe.cli import targets
 from mxprobe.errors import AttachError
 
 _TIMEOUT_S = 10.0

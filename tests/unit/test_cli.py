@@ -10,12 +10,12 @@ import sys
 import click
 import pytest
 from click.testing import CliRunner
+from mxprobe.cli.sizes import Kept, Size
 
 from mxprobe.cli import COMMANDS, main
 from mxprobe.cli.durations import Duration
 from mxprobe.cli.experts import Experts
 from mxprobe.cli.shares import Share
-from mxprobe.cli.sizes import Kept, Size
 
 OPTIONS = {
     "attach": {

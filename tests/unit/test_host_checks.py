@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from mxprobe.attach.surroundings import (
+from mxprobe.attach.host_checks import (
+    check_permissions,
     dumpable,
     has_ptrace_capability,
     interpreter,
     pid_namespace,
     remote_debugging,
-    surroundings,
     yama,
 )
 
@@ -74,14 +74,14 @@ def test_a_process_that_hides_is_found_out() -> None:
     """A real non-dumpable process asks about itself."""
     code = (
         "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"
-        "from mxprobe.attach.surroundings import surroundings\n"
-        "print([f.ok for f in surroundings() if f.name == 'dumpable'])"
+        "from mxprobe.attach.host_checks import check_permissions\n"
+        "print([f.ok for f in check_permissions() if f.name == 'dumpable'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "[False]\n", done.stderr
 
 
 def test_every_obstacle_has_a_remedy() -> None:
-    findings = surroundings()
+    findings = check_permissions()
     assert len({finding.name for finding in findings}) == len(findings)
     assert all(finding.remedy for finding in findings if finding.ok is False)

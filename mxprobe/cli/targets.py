@@ -13,7 +13,7 @@ import click
 from mxprobe.errors import AttachError
 
 if TYPE_CHECKING:
-    from mxprobe.attach.job import Job
+    from mxprobe.attach.distributed_job import Job
     from mxprobe.attach.process import Process
 
 _LOOK_EVERY_S = 0.5
@@ -71,7 +71,7 @@ def look_up_all(
 def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
     """The actors of a Ray cluster. UsageError without a cluster, AttachError without an actor."""
     from mxprobe.attach.process import look_up
-    from mxprobe.attach.ray_actors import find_actors
+    from mxprobe.attach.ray_cluster import find_actors
 
     actors = find_actors(address)
     everyone = (*actors.here, *actors.elsewhere)
@@ -95,7 +95,7 @@ def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
 
 
 def _job(pid: int, wait_s: float, say: Callable[[str], None]) -> Job:
-    from mxprobe.attach.job import find_job
+    from mxprobe.attach.distributed_job import find_job
 
     deadline = time.monotonic() + wait_s
     while True:

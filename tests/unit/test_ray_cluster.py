@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mxprobe.attach.ray_actors import Actor, Actors, find_actors, split
+from mxprobe.attach.ray_cluster import Actor, Actors, find_actors, split
 from mxprobe.errors import UsageError
 
 

@@ -1,4 +1,4 @@
-"""Where the other commands (`status`, `detach`, `trigger`, `set`) are answered, by the controller that they ask."""
+"""The other commands (`status`, `detach`, `trigger`, `set`) that wait for an answer of the controller they asked."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,14 +10,15 @@ _STATUS_ANSWER_S = 1.0
 
 
 def not_switched(reason: str, detail: str) -> dict[str, Any]:
-    """The answer to `set` where the agent does not give it."""
+    """Return the answer to `set` where the agent does not give it."""
     return {"verb": "set", "ok": False, "reason": reason, "detail": detail}
 
 
-class Desk:
-    """Clients who wait for an answer. Belongs to the controller's thread.
+class WaitingClients:
+    """Clients who wait for an answer. Only the controller's thread may use it.
 
-    status: what `mxprobe status` shows, asked for at the time of answering.
+    Args:
+        status: returns what `mxprobe status` shows; called at the time of answering.
     """
 
     def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
@@ -27,14 +28,14 @@ class Desk:
         self._for_switch: dict[int, Peer] = {}
 
     def wait_for_status(self, client: Peer) -> None:
-        """Answered when the agent has said how it is, or with what is known after a second."""
+        """The client is answered when the agent has told its state, or with what is known after a second."""
         self._for_status.append((time.monotonic() + _STATUS_ANSWER_S, client))
 
     def wait_for_end(self, client: Peer) -> None:
         self._for_end.append(client)
 
     def wait_for_switch(self, client: Peer) -> int:
-        """The number under which the agent is to answer."""
+        """Return the number under which the agent is to answer."""
         number = max(self._for_switch, default=0) + 1
         self._for_switch[number] = client
         return number
@@ -52,7 +53,7 @@ class Desk:
             client.send({"verb": "status", **self._status()})
 
     def answer_the_end(self, detached: Mapping[str, Any]) -> None:
-        """The last answers: to those who asked for the end, and to those who still wait for a status."""
+        """Give the last answers: to clients that asked for the end, and to those that wait for anything else."""
         self.answer_status(everyone=True)
         for number in list(self._for_switch):
             self.answer_switch(not_switched("left", "the attach has ended") | {"id": number})

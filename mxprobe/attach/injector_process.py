@@ -11,7 +11,7 @@ from typing import Any
 import mxprobe
 from mxprobe.attach.elf import EM_X86_64, ImageError, find_python, read_maps
 from mxprobe.attach.injector import FUNCTIONS
-from mxprobe.attach.pages import Page
+from mxprobe.attach.page_record import Page
 from mxprobe.attach.process import Process
 from mxprobe.attach.refusals import refuse
 from mxprobe.errors import AttachError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mxprobe.attach import recorder
-from mxprobe.attach.recorder import RunTrace, TraceRecorder
+from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.trace import open_trace
 
 

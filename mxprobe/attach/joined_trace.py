@@ -1,10 +1,11 @@
-"""Copies of traces that other machines are writing, kept up in one directory while they grow.
+"""The traces that other machines are writing, copied into one directory while they grow.
 
-What is asked for and what is answered are plain values, so that any call that reaches the other machine will do.
-A live file only grows, and its new bytes are appended; any other file is replaced whole. A file that is gone there goes
-here once all that is new has come: the part that a live file became is always there before the live file goes.
+Requests and answers are plain values, so that any call that reaches the other machine will do. A live file only grows,
+and its new bytes are appended; any other file is replaced whole. A file that is gone there goes here once all that is
+new has come: the part that a live file became is always here before the live file goes.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -24,26 +25,25 @@ Known = dict[str, tuple[int, int]]
 
 
 class Piece(NamedTuple):
-    """Some bytes of a file."""
+    """Some bytes of a file. `size` is that of the whole file, in bytes."""
 
     path: str
     stamp: int
     offset: int
     data: bytes
     size: int
-    """Of the whole file."""
 
 
-class News(NamedTuple):
-    """What is new in a trace, `CHUNK_BYTES` at most; ask again where it is not all."""
+class Changes(NamedTuple):
+    """What is new in a trace, at most `CHUNK_BYTES` of it. Ask again where it is not all."""
 
     pieces: list[Piece]
     present: list[str]
     is_all: bool
 
 
-def news_of(directory: Path, known: Mapping[str, tuple[int, int]]) -> News:
-    """On the machine where the trace is written."""
+def changes_since(directory: Path, known: Mapping[str, tuple[int, int]]) -> Changes:
+    """Return what is new in a trace. To be called on the machine where it is written."""
     pieces: list[Piece] = []
     present: list[str] = []
     left, is_all = CHUNK_BYTES, True
@@ -69,11 +69,11 @@ def news_of(directory: Path, known: Mapping[str, tuple[int, int]]) -> News:
         left -= len(data)
         is_all &= offset + len(data) == stat.st_size
         pieces.append(Piece(path, stamp, offset, data, stat.st_size))
-    return News(pieces, present, is_all)
+    return Changes(pieces, present, is_all)
 
 
 def files_of(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Parts before live files, but listed after them: of a live file that becomes a part one of the two is seen."""
+    """Yield parts before live files, but list them after: of a live file that becomes a part one of the two is seen."""
     found = [*files_below(directory / LIVE_DIRECTORY), *files_below(directory)]
     named = {file.relative_to(directory).as_posix(): file for file in found}
     yield from sorted(named.items(), key=lambda item: (item[0].startswith(LIVE_DIRECTORY), item[0]))
@@ -93,7 +93,7 @@ class _Node:
     run: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-class Gathering:
+class JoinedTrace:
     """The one trace that holds those of several nodes. Not for several threads.
 
     A rank keeps its number unless another node has it. TraceError if the directory holds a trace or cannot be written.
@@ -107,13 +107,11 @@ class Gathering:
             directory.mkdir(parents=True, exist_ok=True)
             lock = None if looks_like_trace(directory) else lock_writer(directory)
         except OSError as error:
-            raise TraceError(
-                f"cannot write a trace to {directory}: {error}", remedy="name another one with -o"
-            ) from None
+            remedy = "name another one with -o"
+            raise TraceError(f"cannot write a trace to {directory}: {error}", remedy=remedy) from None
         if lock is None:
-            raise TraceError(
-                f"{directory} already holds a trace", remedy="name another one with -o, or remove that one"
-            )
+            remedy = "name another one with -o, or remove that one"
+            raise TraceError(f"{directory} already holds a trace", remedy=remedy)
         self._lock = lock
 
     def known(self, node: str) -> Known:
@@ -123,18 +121,18 @@ class Gathering:
     def n_ranks(self) -> int:
         return sum(len(each.run.get("ranks", ())) for each in self._nodes.values())
 
-    def take(self, node: str, news: News) -> None:
-        """Write what a node has told. OSError if the disk takes no more; ValueError, TraceError: it told nonsense."""
+    def apply(self, node: str, changes: Changes) -> None:
+        """Write a node's changes. OSError if the disk takes no more; ValueError, TraceError: the node sent nonsense."""
         here = self._node(node)
-        for piece in news.pieces:
+        for piece in changes.pieces:
             self._write(node, here, piece)
-        if news.is_all:
-            for path in set(here.known) - set(news.present):
+        if changes.is_all:
+            for path in set(here.known) - set(changes.present):
                 del here.known[path]
                 (self.directory / self._place(here, path)).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """`run.json` says what has come; nobody writes here any more."""
+        """Write what has come to `run.json`, and let others write here."""
         if any(each.run for each in self._nodes.values()):
             self._write_run()
         os.close(self._lock)
@@ -155,14 +153,14 @@ class Gathering:
         if grows or got < piece.size:
             return
         if piece.path == RUN_FILE:
-            here.run = json_of(file)
+            here.run = _read_object(file)
             file.unlink()
             self._write_run()
         else:
             os.replace(file, target)
 
     def _place(self, here: _Node, path: str) -> str:
-        """Where a node's file goes; its name may not lead out of the directory."""
+        """Return where a node's file goes. TraceError for a name that leads out of the directory."""
         if path.startswith("/") or ".." in Path(path).parts or Path(path).name == LOCK_FILE:
             raise TraceError(f"a node named a file {path!r}, which is none of a trace")
         return _RANK.sub(lambda found: f"rank={self._rank(here, int(found[1]))}", path)
@@ -174,31 +172,27 @@ class Gathering:
         return here.ranks[rank]
 
     def _write_run(self) -> None:
-        ranks: list[dict[str, Any]] = []
-        refused: list[dict[str, Any]] = []
-        told = {name: each for name, each in self._nodes.items() if each.run}
-        for name, here in told.items():
-            of_node = [
-                {**rank, "rank": self._rank(here, rank["rank"]), "node": name} for rank in here.run.get("ranks", ())
-            ]
-            ranks += of_node
-            refused += [{**each, "node": name} for each in here.run.get("refused", ())]
-        first = min(
-            told.values(),
-            key=lambda here: min((self._rank(here, r["rank"]) for r in here.run.get("ranks", ())), default=1 << 30),
-        )
-        closed = [int(here.run.get("closed_ns") or 0) for here in told.values()]
-        run = {**first.run, **self._facts, "ranks": sorted(ranks, key=lambda rank: rank["rank"])}
+        """Write one `run.json`: the facts of the node with the lowest rank, and the ranks and refusals of all."""
+        nodes = {name: each for name, each in self._nodes.items() if each.run}
+        ranks = {
+            name: [{**rank, "rank": self._rank(here, rank["rank"]), "node": name} for rank in here.run.get("ranks", ())]
+            for name, here in nodes.items()
+        }
+        refused = [{**each, "node": name} for name, here in nodes.items() for each in here.run.get("refused", ())]
+        first = min(nodes, key=lambda name: min((rank["rank"] for rank in ranks[name]), default=1 << 30))
+        closed = [int(here.run.get("closed_ns") or 0) for here in nodes.values()]
+        run = {**nodes[first].run, **self._facts}
+        run["ranks"] = sorted((rank for those in ranks.values() for rank in those), key=lambda rank: rank["rank"])
         run["closed_ns"] = max(closed) if all(closed) else None
         run |= {"refused": refused} if refused else {}
-        if len(told) > 1:
-            run |= _of_several({name: here.run for name, here in told.items()})
+        if len(nodes) > 1:
+            run |= _retention_of_all({name: here.run for name, here in nodes.items()})
             run.pop("thinned", None)  # each node has cut its own steps
         write_json(self.directory / RUN_FILE, run)
 
 
-def _of_several(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the retention of each node did, for all of them."""
+def _retention_of_all(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the retention of each node did, for `run.json`."""
     windows = {name: run["thinned"] for name, run in runs.items() if run.get("thinned")}
     excess = sum(int(run.get("excess_bytes") or 0) for run in runs.values())
     failed = [f"node {name}: {run['compaction_error']}" for name, run in runs.items() if run.get("compaction_error")]
@@ -206,10 +200,7 @@ def _of_several(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def json_of(file: Path) -> dict[str, Any]:
-    """ValueError if it is no JSON object."""
-    import json
-
+def _read_object(file: Path) -> dict[str, Any]:
     found: Any = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError(f"{file.name} is no JSON object")

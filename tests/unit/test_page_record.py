@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mxprobe.attach.pages import PageRecord
+from mxprobe.attach.page_record import PageRecord
 from mxprobe.attach.process import look_up
 from mxprobe.attach.rundir import RunDirectory, clean_stale
 
