@@ -35,6 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mxprobe.attach import MECHANISMS
 from mxprobe.attach.elf import PAGE_BYTES, read_maps
 from mxprobe.attach.group import AttachOptions, Group
 from mxprobe.attach.payload import BEGINNING
@@ -43,7 +44,6 @@ from mxprobe.attach.progress import Progress
 from mxprobe.errors import AttachError
 from mxprobe.protocol import AgentConfig
 
-MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 STUCK_S = 20.0
 ATTACHED_S = 0.25
 TARGETS = Path(__file__).with_name("cycle_targets.py")

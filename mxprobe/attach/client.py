@@ -1,4 +1,4 @@
-"""Asking a running controller, from another terminal."""
+"""Requests to a running controller, from another terminal."""
 
 import socket
 from pathlib import Path
@@ -9,7 +9,7 @@ from mxprobe.protocol import ProtocolError, recv_frame, send_frame
 
 
 def ask(control_socket: Path, verb: str, *, timeout_s: float, **members: Any) -> dict[str, Any] | None:
-    """The controller's answer to a verb (with its members), without its verb; None if it left before it answered.
+    """Return the controller's answer to a verb, without the verb; None if the controller left before it answered.
 
     AttachError `no_answer` if it does not answer in time.
     """

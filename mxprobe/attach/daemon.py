@@ -1,9 +1,10 @@
-"""A controller without a terminal: the command returns once it is attached (or refused), and it goes on."""
+"""A controller that goes on without a terminal: the command returns once it is attached, or refused."""
 
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ Job = Callable[[Callable[[], None]], None]
 def run_in_background(job: Job, log: Path) -> int:
     """Run `job(ready)` in a process of its own session that outlives this one; returns its PID once `ready()`.
 
-    Its output goes to `log`. What it raises before it is ready is raised here, with the same words and exit code;
-    then the log is removed again, with its directory if nothing else is in it.
+    Its output goes to `log`. An error that it raises before it is ready is raised here, with its words and exit code.
+    Then the log is removed again, with its directory if nothing else is in it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reading, writing = os.pipe()
@@ -34,12 +35,14 @@ def run_in_background(job: Job, log: Path) -> int:
     if "pid" in answer:
         return int(answer["pid"])
     if message:
-        _remove(log)
+        log.unlink(missing_ok=True)
+        with suppress(OSError):
+            log.parent.rmdir()
     raise _rebuilt(answer, log)
 
 
 def _become_daemon(job: Job, log: Path, writing: int) -> None:
-    """In the first child: detach from the session and the terminal in a second one. Never returns."""
+    """Detach the first child from the session and the terminal, in a second child. Never returns."""
     try:
         os.setsid()
         if os.fork():
@@ -69,11 +72,8 @@ def _become_daemon(job: Job, log: Path, writing: int) -> None:
 
 
 def _tell(pipe: int, message: dict[str, Any]) -> None:
-    """Once the command has its answer and is gone, nobody is left to be told."""
-    try:
+    with suppress(OSError):  # the command has had its answer and is gone
         os.write(pipe, (json.dumps(message) + "\n").encode())
-    except OSError:
-        return
 
 
 def _rebuilt(answer: dict[str, Any], log: Path) -> MxprobeError:
@@ -82,11 +82,3 @@ def _rebuilt(answer: dict[str, Any], log: Path) -> MxprobeError:
     )
     error.exit_code = int(answer.get("exit_code", MxprobeError.exit_code))
     return error
-
-
-def _remove(log: Path) -> None:
-    log.unlink(missing_ok=True)
-    try:
-        log.parent.rmdir()
-    except OSError:
-        return

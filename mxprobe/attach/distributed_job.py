@@ -20,7 +20,7 @@ _HELPERS = ("from multiprocessing", "torch._inductor.compile_worker")
 
 @dataclass(frozen=True)
 class Job:
-    """`ranks` are those on this machine, by number; of `world_size` in all, `local_world_size` of them here."""
+    """`ranks` are those on this machine, by number. The job has `world_size` ranks, `local_world_size` of them here."""
 
     ranks: dict[int, Process]
     world_size: int | None
@@ -35,17 +35,16 @@ class Job:
         return self.local_world_size is None or len(self.ranks) >= self.local_world_size
 
     def to_json(self) -> dict[str, object]:
-        here = sorted(self.ranks)
-        return {"run_id": self.run_id, "world_size": self.world_size, "ranks_here": here}
+        return {"run_id": self.run_id, "world_size": self.world_size, "ranks_here": sorted(self.ranks)}
 
 
 def find_job(pid: int) -> Job:
-    """The job of that process. AttachError `no_such_process`, or `no_job` if there is none (yet)."""
+    """Return the job of that process. AttachError `no_such_process`, or `no_job` if there is none (yet)."""
     return job_among(own_processes(), look_up(pid))
 
 
 def is_launcher(command: Sequence[str]) -> bool:
-    """True for a command that starts the ranks of a job: torchrun or accelerate, by program or by module."""
+    """Return True for a command that starts the ranks of a job: torchrun or accelerate, by program or by module."""
     if any(os.path.basename(word) in _LAUNCHERS for word in command[:2]):
         return True
     module = _module_of(command)
@@ -53,7 +52,7 @@ def is_launcher(command: Sequence[str]) -> bool:
 
 
 def _module_of(command: Sequence[str]) -> str:
-    """M of `python [options] -m M ...`; empty for a script, whose own arguments may hold anything."""
+    """Return M of `python [options] -m M ...`; empty for a script, whose own arguments may hold anything."""
     words = iter(command[1:])
     for word in words:
         if word == "-m":
@@ -66,7 +65,7 @@ def _module_of(command: Sequence[str]) -> str:
 
 
 def job_among(processes: Sequence[Process], process: Process) -> Job:
-    """The job of a process among those given. AttachError `no_job` if there is none."""
+    """Return the job of a process among those given. AttachError `no_job` if there is none."""
     below = _descendants(processes, process.pid)
     key = next((key for p in (process, *below) if (key := _key(p.environ)) is not None), None)
     if key is None:
@@ -89,7 +88,7 @@ def job_among(processes: Sequence[Process], process: Process) -> Job:
 
 
 def _beside(processes: Sequence[Process], process: Process, ranks: Sequence[Process]) -> tuple[Process, ...]:
-    """The program that PID names, and what it has started, where that is Python and neither rank nor launcher.
+    """Return the named program and what it has started, where that is Python and neither rank nor launcher.
 
     What a rank starts is its own business: data loaders, compile workers, inference engines.
     """
@@ -106,7 +105,7 @@ def _beside(processes: Sequence[Process], process: Process, ranks: Sequence[Proc
 
 
 def _of_one(process: Process, below: Sequence[Process]) -> Job:
-    """`accelerate launch` of a single process sets no RANK: then the job is the one program that was launched."""
+    """Return the job of `accelerate launch` of one process, which sets no RANK: the one program that was launched."""
     launched = [
         p for p in below if p.parent_pid == process.pid and is_python(p) and not _is_helper(p, of=process.command_line)
     ]
@@ -116,7 +115,7 @@ def _of_one(process: Process, below: Sequence[Process]) -> Job:
 
 
 def _is_helper(process: Process, *, of: tuple[str, ...]) -> bool:
-    """True for a fork of its parent and for the servers that multiprocessing and torch start."""
+    """Return True for a fork of its parent and for the servers that multiprocessing and torch start."""
     words = " ".join(process.command_line)
     return process.command_line == of or any(helper in words for helper in _HELPERS)
 
@@ -133,7 +132,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _descendants(processes: Iterable[Process], pid: int) -> list[Process]:
-    """Every process below that one, parents first."""
+    """Return every process below that one, parents first."""
     children: dict[int, list[Process]] = {}
     for process in processes:
         children.setdefault(process.parent_pid, []).append(process)

@@ -98,7 +98,7 @@ def unmap(pid: int, pages: list[tuple[int, int]]) -> dict[str, Any]:
 
 
 def statements_among(pid: int, pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those of the pages that hold a statement of ours. OSError where the process shows no memory."""
+    """Return the pages that hold a statement of ours. OSError where the process shows no memory."""
     beginning = BEGINNING.encode()
 
     def holds(memory: BinaryIO, address: int) -> bool:
@@ -112,7 +112,7 @@ def statements_among(pid: int, pages: list[tuple[int, int]]) -> list[tuple[int, 
 
 
 class _Standstill:
-    """For how long the thread does not run on, at most: from asking it to stop until it has been let go."""
+    """The time for which the thread stands still, at most: from asking it to stop until it has been let go."""
 
     def __init__(self) -> None:
         self.total_ms = 0.0

@@ -1,4 +1,4 @@
-"""The injector as a process of its own: what it is told, what it answers, which refusal that is."""
+"""The injector as a process of its own: what it is told, what it answers, and which refusal an answer stands for."""
 
 import json
 import os
@@ -31,13 +31,13 @@ def check_ptrace(process: Process, *, any_machine: bool = False) -> None:
     except ImageError as error:
         raise refuse(error.reason, process.pid, error.detail) from None
     except PermissionError as error:
-        raise not_permitted(process.pid, str(error)) from None
+        raise _not_permitted(process.pid, str(error)) from None
     except OSError:
         raise refuse("exited", process.pid, "just now") from None
 
 
-def not_permitted(pid: int, detail: str) -> AttachError:
-    """The kernel said no: Yama's policy if that explains it, else capabilities or a non-dumpable process."""
+def _not_permitted(pid: int, detail: str) -> AttachError:
+    """Return the refusal by the kernel: by Yama's policy if that explains it, else for lack of capabilities."""
     try:
         scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
@@ -46,19 +46,17 @@ def not_permitted(pid: int, detail: str) -> AttachError:
 
 
 def run_injector(process: Process, statement: str) -> dict[str, Any]:
-    """Queue the statement through a helper process; returns what it measured. AttachError if it could not.
-
-    The helper is not stopped by the caller's Ctrl-C, and not given up before it has let go of the process.
-    """
-    return _run_helper(process, [], statement)
+    """Queue the statement; returns what the injector measured. AttachError if it could not be queued."""
+    return _run(process, [], statement)
 
 
 def unmap_statements(process: Process, pages: list[Page]) -> dict[str, Any]:
-    """Unmap pages whose statements have run; returns what the helper measured. AttachError if it could not."""
-    return _run_helper(process, [f"{address}:{size_bytes}" for address, size_bytes in pages], "")
+    """Unmap pages whose statements have run; returns what the injector measured. AttachError if it could not."""
+    return _run(process, [f"{address}:{size_bytes}" for address, size_bytes in pages], "")
 
 
-def _run_helper(process: Process, arguments: list[str], statement: str) -> dict[str, Any]:
+def _run(process: Process, arguments: list[str], statement: str) -> dict[str, Any]:
+    """The caller's Ctrl-C does not stop the injector, and nothing gives it up before it has let go of the process."""
     command = [sys.executable, "-P", "-m", "mxprobe.attach.injector", str(process.pid), str(process.start_ticks)]
     environ = dict(os.environ, PYTHONPATH=str(Path(mxprobe.__file__).parent.parent))
     environ.pop("MXPROBE_LISTEN", None)
@@ -80,5 +78,5 @@ def _run_helper(process: Process, arguments: list[str], statement: str) -> dict[
     if "reason" not in answer:
         return answer
     if answer["reason"] == "not_permitted":
-        raise not_permitted(process.pid, answer["detail"])
+        raise _not_permitted(process.pid, answer["detail"])
     raise refuse(answer["reason"], process.pid, answer["detail"])

@@ -1,4 +1,4 @@
-"""Which pages of a process still hold a statement of ours, on record until they are unmapped.
+"""The pages of a process that still hold a statement of ours, on record until they are unmapped.
 
 The record outlives a controller that is killed and an attach that was given up with its statement still queued: the
 next attach, whose statement runs after those that were queued before, unmaps them all.

@@ -1,8 +1,8 @@
 """`sys.remote_exec` (PEP 768, Python 3.14 and newer), called by the target's own interpreter. Nothing is stopped.
 
-The call needs the very version that the target runs, so it is made by a short-lived process of the target's own
-executable, isolated from any environment. The target runs the script at its next safe point, reading it from disk:
-it must be there until the agent's hello, and one that is late finds nothing to connect to.
+The call needs the very version that the target runs. So a short-lived process of the target's own executable makes it,
+isolated from any environment. The target reads the script from disk at its next safe point and runs it. The script
+must be there until the agent's hello; one that runs late finds nothing to connect to.
 
 Not tested against a live 3.14 in this repository: what is tested is when this way is taken and how it refuses.
 """
@@ -30,7 +30,7 @@ _REFUSALS = (
 
 
 def version_of(pid: int) -> int | None:
-    """`sys.hexversion` of the interpreter, read from its memory; None below 3.11 and where it cannot be read."""
+    """Return the interpreter's `sys.hexversion` from its memory; None below 3.11 and where it cannot be read."""
     try:
         address = find_python(pid, read_maps(pid), ("Py_Version",), machine=None).addresses["Py_Version"]
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
@@ -44,7 +44,7 @@ def is_offered(pid: int) -> bool:
     return version is not None and version >= FIRST_VERSION
 
 
-def remote_exec(process: Process, script: Path) -> None:
+def run_script(process: Process, script: Path) -> None:
     """Have the process run the script. AttachError `no_remote_exec` where its interpreter cannot be started here,
     or the refusal that the interpreter itself gives."""
     interpreter = interpreter_of(process)
@@ -69,7 +69,7 @@ def remote_exec(process: Process, script: Path) -> None:
 
 
 def interpreter_of(process: Process) -> str | None:
-    """A path at which this very executable can be started here; None in another file system."""
+    """Return a path at which this very executable can be started here; None in another file system."""
     link = f"/proc/{process.pid}/exe"
     try:
         path = os.readlink(link)
@@ -79,7 +79,7 @@ def interpreter_of(process: Process) -> str | None:
 
 
 def refusal_in(pid: int, traceback: str) -> AttachError:
-    """The refusal that the interpreter's traceback stands for."""
+    """Return the refusal that the interpreter's traceback stands for."""
     last = (traceback.strip().splitlines() or ["it ended without a word"])[-1]
     for words, reason in _REFUSALS:
         if words in traceback:

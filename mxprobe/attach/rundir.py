@@ -1,6 +1,6 @@
 """The private directory of one attachment: `BASE/mxprobe-UID/PID.START/` with control socket and archive.
 
-Its owner holds a lock on it for as long as it lives, so a directory whose lock is free is a leftover and is removed.
+Its owner holds a lock on it for as long as it lives. A directory whose lock is free is a leftover and is removed.
 """
 
 import contextlib
@@ -22,13 +22,14 @@ from mxprobe.listener import base_directories, is_private, private_directory
 _LOCK = "lock"
 _SOCKET = "control.sock"
 _SCRIPT_SUFFIX = ".script"
+_OF_ONE_PROCESS = (".listen.sock", PAGES_SUFFIX, _SCRIPT_SUFFIX)
 _UNFINISHED = ".new-"
 _UNFINISHED_S = 60.0
 _LONGEST_NAME_BYTES = 48  # "/4194304.18446744073709551615/control.sock"
 
 
 class RunDirectory:
-    """Made by `create`, removed by `close`."""
+    """The private directory of one attachment. `create` makes it and `close` removes it."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -44,17 +45,17 @@ class RunDirectory:
 
     @property
     def page_record(self) -> PageRecord:
-        """Beside the directory, which goes with this attachment: the record stays as long as there are pages."""
+        """The record lies beside the directory, for it stays as long as there are pages."""
         return PageRecord(self.path.with_name(self.path.name + PAGES_SUFFIX))
 
     @property
     def script(self) -> Path:
-        """What `sys.remote_exec` is told to run. Beside the directory too: one that runs late must find its file."""
+        """What `sys.remote_exec` is told to run. It lies beside the directory too: one that runs late must find it."""
         return self.path.with_name(self.path.name + _SCRIPT_SUFFIX)
 
     @classmethod
     def create(cls, process: Process) -> "RunDirectory":
-        """A fresh directory for that process. AttachError `already_attached` while another one is in use."""
+        """Make a fresh directory for that process. AttachError `already_attached` while another one is in use."""
         clean_stale()
         parent = Path(private_directory(os.environ, reserve_bytes=_LONGEST_NAME_BYTES))
         if _find(process) is not None:
@@ -74,7 +75,7 @@ class RunDirectory:
         return cls(final, lock)
 
     def visible_to(self, process: Process) -> bool:
-        """True if the process, in its own mount namespace and root, finds this very directory at this path."""
+        """Return True if the process, in its own mount namespace and root, finds this very directory at this path."""
         try:
             there, here = os.stat(f"/proc/{process.pid}/root{self.path}"), self.path.stat()
         except OSError:
@@ -88,7 +89,7 @@ class RunDirectory:
 
 
 def attached() -> list[tuple[int, Path]]:
-    """(PID, control socket) of every attachment of this user that has a living controller."""
+    """Return (PID, control socket) of every attachment of this user that has a living controller."""
     found: dict[int, Path] = {}
     for directory in _directories():
         if _in_use(directory):
@@ -97,7 +98,7 @@ def attached() -> list[tuple[int, Path]]:
 
 
 def control_socket_of(pid: int) -> Path | None:
-    """The control socket of the attachment to that process, or None if there is none."""
+    """Return the control socket of the attachment to that process, or None if there is none."""
     try:
         directory = _find(look_up(pid))
     except AttachError:
@@ -119,12 +120,8 @@ def clean_stale() -> list[Path]:
             os.close(lock)
         removed.append(directory)
     for parent in dict.fromkeys(_parents(os.environ)):
-        for leftover in (
-            *parent.glob("*.listen.sock"),
-            *parent.glob(f"*{PAGES_SUFFIX}"),
-            *parent.glob(f"*{_SCRIPT_SUFFIX}"),
-        ):
-            if _is_of_the_dead(leftover.name):
+        for leftover in parent.iterdir():
+            if leftover.name.endswith(_OF_ONE_PROCESS) and _is_of_the_dead(leftover.name):
                 with contextlib.suppress(OSError):
                     leftover.unlink()
                     removed.append(leftover)
@@ -132,7 +129,7 @@ def clean_stale() -> list[Path]:
 
 
 def listener_socket_of(process: Process) -> Path | None:
-    """The socket on which the job itself listens, wherever its environment or ours would have put it."""
+    """Return the socket on which the job itself listens, wherever its environment or ours would have put it."""
     for environ in (process.environ, os.environ):
         for parent in _parents(environ):
             path = parent / f"{process.inner_pid}.listen.sock"
@@ -142,7 +139,7 @@ def listener_socket_of(process: Process) -> Path | None:
 
 
 def _is_of_the_dead(name: str) -> bool:
-    """True for `PID.listen.sock` and `PID.START.pages` of a process that is gone."""
+    """Return True for `PID.listen.sock` and `PID.START.pages` of a process that is gone."""
     pid, start_ticks, *_ = name.split(".")
     if not Path("/proc", pid).exists():
         return True
@@ -188,7 +185,7 @@ def _in_use(directory: Path) -> bool:
 
 
 def _abandoned(directory: Path) -> bool:
-    """True for a directory whose maker was killed before it had a lock."""
+    """Return True for a directory whose maker was killed before it had a lock."""
     return _is_old(directory) and not (directory / _LOCK).exists()
 
 
@@ -200,7 +197,7 @@ def _is_old(directory: Path) -> bool:
 
 
 def _try_lock(directory: Path, *, create: bool = False) -> int | None:
-    """A descriptor that holds the directory's lock, or None if another holds it or there is no lock file."""
+    """Return a descriptor that holds the directory's lock, or None if another holds it or there is no lock file."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
     try:
         descriptor = os.open(directory / _LOCK, flags, 0o600)

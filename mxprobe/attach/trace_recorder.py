@@ -1,4 +1,4 @@
-"""What the controllers write: one trace, a partition per process, and `run.json`, which lists them as `ranks`."""
+"""The trace that the controllers write: a partition for each process, and `run.json`, which lists them as `ranks`."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from mxprobe.trace import Retention, TraceWriter
 from mxprobe.trace.layout import looks_like_trace
 from mxprobe.trace.remote import Mirror
 
-# Of one process, and the same for all; at the top level of `run.json` only.
+# Facts that are the same for all processes; they are at the top level of `run.json` only.
 _SHARED = ("config", "command_line", "started_ns")
 
 OUTLIVED_S = 10.0
@@ -22,7 +22,7 @@ OUTLIVED_S = 10.0
 
 
 def check_free(directory: Path) -> None:
-    """UsageError if the directory cannot take a new trace; asked before anybody is attached to."""
+    """Raise UsageError if the directory cannot take a new trace. Called before anything is attached."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is not a directory", remedy="name another one with -o")
     if directory.is_dir() and looks_like_trace(directory):
@@ -34,18 +34,18 @@ def check_free(directory: Path) -> None:
 
 
 class RunTrace:
-    """The trace that the controllers of a run share. Safe to share between threads.
+    """The trace that the controllers of a run share. Any thread may use it.
 
-    Opened with the first thing worth keeping: refused attaches leave no directory behind. Closed when the last
-    process is done with.
+    It is opened with the first thing worth keeping, so refused attaches leave no directory behind. It is closed when
+    `done` has been called for the last process.
 
     Args:
-        directory: of the trace.
-        pids: the processes that will be `done` with.
-        run: facts for `run.json` that are no single process's.
-        beside: those of the pids that are no rank; they get the last partitions.
+        directory: directory of the trace.
+        pids: the processes; `done` is to be called for each.
+        run: facts for `run.json` that belong to no single process.
+        beside: the pids that are no rank; they get the last partitions.
         retention: how much of the trace stays at full resolution.
-        copy_to: URL that the trace is copied to while it is written.
+        copy_to: URL to which the trace is copied while it is written.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class RunTrace:
         self._partitions: dict[int, int] = {}
         self._writer: TraceWriter | None = None
         self._gone: dict[int, tuple[float, int, str]] = {}
-        """Rank that is gone without a word -> when (monotonic), its last step, and what is to be said of it."""
+        """Rank that ended without a word -> when (monotonic, s), its last step, and what to write if it was lost."""
         self.lost: list[str] = []
-        """In words, the ranks that others have outlived."""
+        """The ranks that others have outlived, in words."""
         self._lock = threading.RLock()
 
     def claim(self, pid: int, wanted: int) -> int:
-        """The partition of a process: the rank it says it has, or the next free number where that is taken."""
+        """Return the partition of a process: the rank it says it has, or the next free number where that is taken."""
         with self._lock:
             if pid not in self._partitions:
                 taken = set(self._partitions.values())
@@ -95,13 +95,13 @@ class RunTrace:
             return self._writer
 
     def set_rank(self, rank: int, facts: Mapping[str, Any]) -> None:
-        """What is known of an attached process; those of the lowest rank are also at the top level."""
+        """Write the facts of an attached process. Those of the lowest rank are also at the top level."""
         with self._lock:
             self._ranks[rank] = dict(facts)
             self._update()
 
     def refuse(self, pid: int, *, reason: str, what: str) -> None:
-        """A process that could not be attached; told in `run.json` if others were."""
+        """Note a process that could not be attached. `run.json` lists it if others were attached."""
         try:
             with self._lock:
                 self._partitions.pop(pid, None)
@@ -111,12 +111,12 @@ class RunTrace:
             self.done(pid)
 
     def gone(self, rank: int, step: int, words: str) -> None:
-        """A process ended without a word: at the end of a run all do so, within seconds."""
+        """Note that a process ended without a word. At the end of a run all do so, within seconds."""
         with self._lock:
             self._gone[rank] = time.monotonic(), step, words
 
-    def tell_gone(self) -> None:
-        """Events `rank_lost` of those that others have outlived by `OUTLIVED_S`; by whoever of them lives."""
+    def write_lost(self) -> None:
+        """Write events `rank_lost` for those that others have outlived by `OUTLIVED_S`. Any living rank calls this."""
         with self._lock:
             now = time.monotonic()
             lost = [rank for rank, (at, _, _) in self._gone.items() if now - at > OUTLIVED_S]
@@ -127,7 +127,7 @@ class RunTrace:
                 self.open().append("events", event, rank=rank)
 
     def done(self, pid: int) -> None:
-        """Nothing more comes from that process."""
+        """Note that nothing more comes from that process."""
         with self._lock:
             self._pids.discard(pid)
             if self._pids:
@@ -154,7 +154,7 @@ def _of_one(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TraceRecorder:
-    """One process's share of a trace. Counts what it writes; `on_jump` is told when a logged mismatch jumps."""
+    """One process's share of a trace. It counts what it writes, and calls `on_jump` when a logged mismatch jumps."""
 
     def __init__(self, trace: RunTrace, pid: int, on_jump: Callable[[str], None] | None = None) -> None:
         self.rank = 0
@@ -172,25 +172,25 @@ class TraceRecorder:
 
     @property
     def lost_ranks(self) -> list[str]:
-        """In words, those of the run that others have outlived."""
+        """The ranks of the run that others have outlived, in words."""
         return self._trace.lost
 
     def claim_rank(self, wanted: int) -> None:
-        """Before the first row. Taken with it: a process that is refused takes no number from the others."""
+        """To be called before the first row, which takes the number: a refused process takes none from the others."""
         self._wanted = wanted
 
     def _claim(self) -> None:
         self.rank = self._trace.claim(self._pid, self._wanted)
 
     def update_run(self, **fields: Any) -> None:
-        """Facts of this process for `run.json`; kept until it is attached."""
+        """Add facts of this process for `run.json`; they are kept until it is attached."""
         with self._lock:
             self._facts.update(fields)
             if self._opened:
                 self._trace.set_rank(self.rank, self._facts)
 
     def open(self) -> None:
-        """The process is attached: it has its place in the trace."""
+        """Give the process, which is now attached, its place in the trace."""
         self._claim()
         with self._lock:
             self._opened = True
@@ -207,7 +207,7 @@ class TraceRecorder:
                 self._on_jump(jump)
         try:
             self._trace.open().append(table, columns, rank=self.rank)
-            self._trace.tell_gone()
+            self._trace.write_lost()
         except KeyError as error:
             raise TraceError(f"a batch lacks {error}", cause="an agent of another version") from None
         self.n_batches += 1
@@ -217,11 +217,11 @@ class TraceRecorder:
             self.last_step = max(self.last_step or 0, max(steps))
 
     def end(self, reason: str) -> None:
-        """Say why it ended, if it had begun; once."""
+        """Write why it ended, once, if it had begun."""
         if self._opened and "ended" not in self._facts:
             try:
                 self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
-                self._trace.tell_gone()
+                self._trace.write_lost()
                 if reason in ("agent_lost", "target_exited"):
                     words = f"rank {self.rank}, process {self._pid}, ended while others went on ({reason})"
                     self._trace.gone(self.rank, -1 if self.last_step is None else self.last_step, words)

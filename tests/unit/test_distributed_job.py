@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mxprobe.attach import job as jobs
+from mxprobe.attach import distributed_job as jobs
 from mxprobe.attach.distributed_job import is_launcher, job_among
 from mxprobe.attach.process import Process, look_up, own_processes
 from mxprobe.errors import AttachError

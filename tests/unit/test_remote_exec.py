@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mxprobe.attach import entry, gdb, remote
+from mxprobe.attach import entry, gdb, remote_exec
 from mxprobe.attach.process import look_up
 from mxprobe.errors import AttachError
 from tests.attach_targets import interpreters, running
@@ -24,23 +24,23 @@ def test_the_version_is_read_from_the_process(python: str) -> None:
     code = "import sys; print(sys.hexversion)"
     version = int(subprocess.check_output([python, "-c", code]))
     with running(program, python=python) as process:
-        assert remote.version_of(process.pid) == (version if version >= 0x030B0000 else None)
-        assert remote.is_offered(process.pid) is (version >= 0x030E0000)
+        assert remote_exec.version_of(process.pid) == (version if version >= 0x030B0000 else None)
+        assert remote_exec.is_offered(process.pid) is (version >= 0x030E0000)
 
 
 def test_a_process_that_is_not_python_or_gone_offers_nothing() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    assert not remote.is_offered(child.pid)
+    assert not remote_exec.is_offered(child.pid)
     child.kill()
     child.wait()
-    assert not remote.is_offered(child.pid)
+    assert not remote_exec.is_offered(child.pid)
 
 
 def test_the_interpreter_is_the_very_file_that_runs() -> None:
-    path = remote.interpreter_of(ME)
+    path = remote_exec.interpreter_of(ME)
     assert path is not None
     assert os.path.samefile(path, sys.executable)
-    assert remote.interpreter_of(replace(ME, pid=4194304)) is None
+    assert remote_exec.interpreter_of(replace(ME, pid=4194304)) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_interpreter_is_the_very_file_that_runs() -> None:
 )
 def test_what_the_interpreter_says_becomes_a_refusal(last_line: str, reason: str) -> None:
     traceback = f"Traceback (most recent call last):\n  File ...\n{last_line}\n" if last_line else ""
-    error = remote.refusal_in(7, traceback)
+    error = remote_exec.refusal_in(7, traceback)
     assert error.reason == reason
     if last_line and reason != "remote_debugging_disabled":
         assert last_line.split(":")[0] in str(error)
@@ -66,7 +66,7 @@ def test_an_interpreter_without_it_is_refused(tmp_path: Path) -> None:
     if sys.version_info >= (3, 14):
         pytest.skip("this interpreter has it")
     with pytest.raises(AttachError, match="remote_exec") as error:
-        remote.remote_exec(ME, tmp_path / "script.py")
+        remote_exec.run_script(ME, tmp_path / "script.py")
     assert error.value.reason == "no_remote_exec"
 
 
@@ -84,8 +84,8 @@ def test_an_interpreter_without_it_is_refused(tmp_path: Path) -> None:
 def test_the_first_way_that_is_open(
     offered: bool, interpreter: str | None, machine: str, has_gdb: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "is_offered", lambda pid: offered)
-    monkeypatch.setattr(remote, "interpreter_of", lambda process: interpreter)
+    monkeypatch.setattr(remote_exec, "is_offered", lambda pid: offered)
+    monkeypatch.setattr(remote_exec, "interpreter_of", lambda process: interpreter)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(gdb, "is_here", lambda: has_gdb)
     assert entry.way_from_outside(ME) == way

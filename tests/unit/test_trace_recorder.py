@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mxprobe.attach import recorder
+from mxprobe.attach import trace_recorder
 from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.trace import open_trace
 
@@ -19,7 +19,7 @@ def batch(step: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("outlived", [True, False])
 def test_a_rank_that_ends_while_others_go_on_is_lost(outlived: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recorder, "OUTLIVED_S", 0.0 if outlived else 3600.0)
+    monkeypatch.setattr(trace_recorder, "OUTLIVED_S", 0.0 if outlived else 3600.0)
     trace = RunTrace(tmp_path / "run.mxprobe", [11, 12], {})
     ranks = [TraceRecorder(trace, pid) for pid in (11, 12)]
     for number, each in enumerate(ranks):

@@ -30,7 +30,7 @@ def _emulate() -> None:
     line = os.environ.get("MXPROBE_EMULATE")
     if line:
         directories = os.environ["MXPROBE_PACKAGES"].split(os.pathsep)
-        _after_torch(lambda: _ours("emulation").start(line, directories), "nothing is emulated")
+        _after_torch(lambda: _ours("emulate").start(line, directories), "nothing is emulated")
 
 
 def _plant() -> None:
