@@ -46,6 +46,7 @@ _SCOPES = {
 }
 _STARTED_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
+_MARKS = {True: "ok", False: "NO", None: "  "}
 _NOT_STARTED = "a Python process of ours did not start"
 _SLEEPER = "import os, time\nos.write({started}, b'.')\nwhile True: time.sleep(0.05)"
 
@@ -58,6 +59,9 @@ class HostCheck:
     ok: bool | None
     detail: str
     remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{_MARKS[self.ok]}  {self.name:18} {self.detail}"
 
 
 def check_host() -> list[HostCheck]:

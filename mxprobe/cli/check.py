@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli import engines
+from mxprobe.cli.common import engine_option
 from mxprobe.errors import EXIT_BREACHED, UsageError
 from mxprobe.printable import printable
 
@@ -26,7 +26,7 @@ _SHOWN_PER_LIMIT = 10
     help="Limits from this file instead of the nearest mxprobe.toml or pyproject.toml.",
 )
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a limit, e.g. max_nmse=0.02.")
-@engines.option
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 @click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write JUnit XML to this file, too.")
 @click.pass_context

@@ -86,12 +86,11 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
 
 def _show_foretold(found: tuple[Foretold, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     out = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rollout against trainer", "first run", "predicted", "second run", ""):
-        table.add_column(heading, justify="left" if heading in ("rollout against trainer", "") else "right")
+    numbers = (Column(heading, justify="right") for heading in ("first run", "predicted", "second run"))
+    table = Table("rollout against trainer", *numbers, "", box=None, pad_edge=False)
     for each in found:
         predicted = f"{each.predicted:.2g} [{each.low:.2g}, {each.high:.2g}]"
         table.add_row(each.measure, f"{each.before:.2g}", predicted, f"{each.after:.2g}", str(each.moved))

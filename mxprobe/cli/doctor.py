@@ -7,8 +7,6 @@ import click
 
 from mxprobe.errors import EXIT_ATTACH, UsageError
 
-_MARKS = {True: "ok", False: "NO", None: "  "}
-
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -38,7 +36,7 @@ def command(ctx: click.Context, as_json: bool, install_listener: bool, remove_li
         click.echo(json.dumps({"findings": [asdict(finding) for finding in findings], "ways_in": ways}, indent=2))
     else:
         for finding in findings:
-            click.echo(f"{_MARKS[finding.ok]}  {finding.name:18} {finding.detail}")
+            click.echo(finding)
             if finding.remedy:
                 click.echo(f"{'':23}{finding.remedy}")
     if not ways:

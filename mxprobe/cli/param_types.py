@@ -1,23 +1,60 @@
-"""Sizes and what to keep on the command line: `2GB`, `500MiB`; `5000` steps or `24h`."""
-
-from __future__ import annotations
+"""The kinds of values that options take: durations, sizes, shares, steps or time to keep, numbers of experts."""
 
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from mxprobe.cli.durations import Duration
-
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 MIN_BYTES = 10**6
+ALL_EXPERTS = -1
+
+_Param = click.Parameter | None
+_Context = click.Context | None
+
+
+class Duration(click.ParamType):
+    """Seconds as a float, of `90`, `90s`, `10m` or `1.5h`; a bare number is in seconds. Must be positive."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: _Param, ctx: _Context) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value).strip().lower()
+        number, unit = (text[:-1], text[-1]) if text and text[-1] in _SECONDS else (text, "s")
+        try:
+            seconds = float(number) * _SECONDS[unit]
+        except ValueError:
+            self.fail(f"{value!r} is not a duration; write for example 90s, 10m or 1.5h", param, ctx)
+        if not 0 < seconds < float("inf"):
+            self.fail(f"{value!r}: must be more than nothing", param, ctx)
+        return seconds
+
+
+class Share(click.ParamType):
+    """A number from 0 to 1 as a float, of `3%` or `0.03`."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: _Param, ctx: _Context) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            self.fail(f"{value!r} is not a share; write for example 3% or 0.03", param, ctx)
+        if not 0 <= share <= 1:
+            self.fail(f"{value!r}: must be from 0 to 100%", param, ctx)
+        return share
 
 
 class Size(click.ParamType):
-    """Bytes as an int; a bare number is in bytes, 0 is no limit."""
+    """Bytes as an int, of `2GB` or `500MiB`; a bare number is in bytes, 0 is no limit."""
 
     name = "size"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: _Param, ctx: _Context) -> int:
         if isinstance(value, int):
             return value
         text = str(value).strip().lower().replace(" ", "")
@@ -32,13 +69,11 @@ class Size(click.ParamType):
 
 
 class Kept(click.ParamType):
-    """(steps, None) of a bare number, (None, seconds) of a duration with its unit."""
+    """(steps, None) of a bare number, (None, seconds) of a duration with its unit, days included."""
 
     name = "kept"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int | None, float | None]:
+    def convert(self, value: Any, param: _Param, ctx: _Context) -> tuple[int | None, float | None]:
         if isinstance(value, tuple):
             return value
         text = str(value).strip()
@@ -50,3 +85,20 @@ class Kept(click.ParamType):
         if int(text) < 1:
             self.fail(f"{value!r}: must be 1 step or more", param, ctx)
         return int(text), None
+
+
+class Experts(click.ParamType):
+    """A number of experts from 0, or `all` as ALL_EXPERTS."""
+
+    name = "n|all"
+
+    def convert(self, value: Any, param: _Param, ctx: _Context) -> int:
+        text = str(value).strip()
+        if text in ("all", str(ALL_EXPERTS)):
+            return ALL_EXPERTS
+        if not text.isdecimal():
+            self.fail(f"{value!r} is neither a number of experts nor `all`", param, ctx)
+        return int(text)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem("all")] if "all".startswith(incomplete) else []

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mxprobe.cli.common import folded, right, table
 from mxprobe.errors import EXIT_TRACE
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Column, Table
 
     from mxprobe.scan import ScanResult, ScanSettings
 
@@ -150,44 +152,40 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
             raise
 
 
+def _table(*columns: Column | str) -> Table:
+    return table(*columns, box=None)
+
+
+def _print(out: Console, shown: Table) -> None:
+    out.print(shown)
+    out.print()
+
+
 def _show(summary: dict[str, Any], out: Console) -> None:
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column
 
     directions = summary["directions"]
+    headings = [_DIRECTIONS[direction["role"]] for direction in directions]
     if directions:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all weights")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
+        shown = _table("all weights", *(Column(heading, justify="right") for heading in headings))
         for label, cell in _LINES.items():
-            table.add_row(label, *(cell(direction) for direction in directions))
-        out.print(table)
+            shown.add_row(label, *(cell(direction) for direction in directions))
+        out.print(shown)
         out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]")
         out.print()
     if any(direction["corrections"] for direction in directions):
-        table = Table(box=None, pad_edge=False)
-        table.add_column("error left by")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
+        shown = _table("error left by", *(Column(heading, justify="right") for heading in headings))
         first = directions[0]["corrections"]
         for name in sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0):
-            table.add_row(name, *(_fixed(3)(direction["corrections"].get(name)) for direction in directions))
-        out.print(table)
-        out.print()
+            shown.add_row(name, *(_fixed(3)(direction["corrections"].get(name)) for direction in directions))
+        _print(out, shown)
     if summary["worst"]:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst weights", overflow="fold")
-        table.add_column("role")
-        for heading in ("SQNR dB", "scale", "deadzone", "grid", "zeros"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        shown = _table(folded("worst weights"), "role", *map(right, ("SQNR dB", "scale", "deadzone", "grid", "zeros")))
         for row in summary["worst"]:
-            shares = (_fixed(2)(row[name]) for name in ("scale", "deadzone", "grid"))
-            table.add_row(
-                escape(row["module"]), row["role"], _fixed(2)(row["sqnr_db"]), *shares, _percent(row["zero_frac"])
-            )
-        out.print(table)
-        out.print()
+            numbers = (_fixed(2)(row[name]) for name in ("sqnr_db", "scale", "deadzone", "grid"))
+            shown.add_row(escape(row["module"]), row["role"], *numbers, _percent(row["zero_frac"]))
+        _print(out, shown)
     if summary["calibration"]:
         _show_calibration(summary["calibration"], summary["modules"].get("probed", 0), out)
     for name, count in summary["quantized"].items():
@@ -199,7 +197,7 @@ def _show(summary: dict[str, Any], out: Console) -> None:
 
 def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> None:
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column
 
     inputs, activations = found["inputs"], found["activations"]
     said = f"{inputs['n_sequences']} of {inputs['n_available']} sequences, {inputs['n_tokens']:,} tokens"
@@ -207,34 +205,26 @@ def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> No
     if inputs["n_modules"] < n_weights:
         out.print(f"{inputs['n_modules']} of {n_weights} weights belong to Linears; the others stay in high precision")
     if activations:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all inputs of Linears")
-        table.add_column("sampled rows", justify="right")
+        shown = _table("all inputs of Linears", Column("sampled rows", justify="right"))
         for label, cell in _LINES.items():
-            table.add_row(label, cell(activations))
+            shown.add_row(label, cell(activations))
         errors = activations["output_error"]
         both = " / ".join(_percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
-        table.add_row("error of the output, by X / by W", both)
-        out.print(table)
-        out.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst products", overflow="fold")
-        table.add_column("error of the output by X", justify="right")
-        table.add_column("zeros in X", justify="right")
+        shown.add_row("error of the output, by X / by W", both)
+        _print(out, shown)
+        numbers = (Column(heading, justify="right") for heading in ("error of the output by X", "zeros in X"))
+        shown = _table(folded("worst products"), *numbers)
         for row in found["worst_outputs"]:
-            table.add_row(escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
-        out.print(table)
-        out.print()
+            shown.add_row(escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
+        _print(out, shown)
     if found["kl"] is None:
         out.print(f"{escape(inputs['model'])} has no next-token distribution: no Delta2, no KL")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("what moves the model", overflow="fold")
-    table.add_column("role")
-    table.add_column("predicted KL, nats per token", justify="right")
+    kl = Column("predicted KL, nats per token", justify="right")
+    shown = _table(folded("what moves the model"), "role", kl)
     for row in found["most_sensitive"]:
-        table.add_row(escape(row["module"]), row["role"], _scientific(row["predicted_kl"]))
-    out.print(table)
+        shown.add_row(escape(row["module"]), row["role"], _scientific(row["predicted_kl"]))
+    out.print(shown)
     arms = ", ".join(f"{_ARMS.get(arm, arm)} {_scientific(kl)}" for arm, kl in found["kl"].items())
     out.print(f"KL of the model against itself as it is: {escape(arms)} nats per token")
     if not found["is_first_order"]:

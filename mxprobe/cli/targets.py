@@ -1,4 +1,4 @@
-"""Which processes a command is about: those named, or with `--job` every rank of the job they belong to."""
+"""The processes that a command is about: those named, or with `--job` every rank of the job they belong to."""
 
 from __future__ import annotations
 
@@ -19,36 +19,61 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.5
 
 argument = click.argument("pids", metavar="PID...", type=click.IntRange(min=1), nargs=-1)
+job_option = click.option("--job", is_flag=True, help="Every attached rank, on this machine, of the job of PID.")
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Name (`rank 3`, or the PID) -> process; `job` is what they have in common, for `run.json`."""
+    """Name (`rank 3`, or the PID) -> process. `job` is what they have in common, for `run.json`."""
 
     processes: dict[str, Process]
     job: dict[str, Any] | None = None
     perhaps: frozenset[int] = frozenset()
-    """PIDs of those that are meant only if they train or log."""
+    """PIDs of processes that are meant only if they train or log."""
     beside: frozenset[int] = frozenset()
-    """PIDs of those that are no rank of the job."""
+    """PIDs of processes that are no rank of the job."""
     nodes: Mapping[str, list[int]] = field(default_factory=dict[str, list[int]])
-    """PIDs by node of a Ray cluster, where it has actors on others than this machine; then there are no `processes`."""
+    """PIDs by node of a Ray cluster that has actors on other machines too; then there are no `processes`."""
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes.values()]
 
 
-def required(pids: tuple[int, ...]) -> None:
-    """click's own words where no PID was given."""
+def require(pids: tuple[int, ...]) -> None:
+    """Raise what click raises where no PID was given."""
     if not pids:
         raise click.UsageError("Missing argument 'PID...'.")
+
+
+def named(pids: tuple[int, ...], *, job: bool) -> list[int]:
+    """Return the PIDs, or with `job` those of all ranks of their jobs. At least one PID is required."""
+    require(pids)
+    return list(pids) if not job else look_up_all(pids, job=True).pids
+
+
+def ask(pid: int, verb: str, *, timeout_s: float, **members: Any) -> dict[str, Any] | None:
+    """Return the answer of the controller that is attached to the process; None where there is none."""
+    from mxprobe.attach import client
+    from mxprobe.attach.rundir import control_socket_of
+
+    control_socket = control_socket_of(pid)
+    return None if control_socket is None else client.ask(control_socket, verb, timeout_s=timeout_s, **members)
+
+
+def not_attached(
+    what: str,
+    *,
+    cause: str = "it never was, it was detached already, or another user attached to it",
+    remedy: str = "`mxprobe status` lists what is attached",
+) -> AttachError:
+    return AttachError("not_attached", what, cause=cause, remedy=remedy)
 
 
 def look_up_all(
     pids: tuple[int, ...], *, job: bool, wait_s: float = 0.0, say: Callable[[str], None] = lambda text: None
 ) -> Targets:
-    """The processes of the PIDs, or of their jobs once these are whole. AttachError where there is none."""
+    """Return the processes of the PIDs, or of their jobs once these are whole. AttachError where there is none."""
     from mxprobe.attach.process import look_up
 
     if not job:
@@ -69,7 +94,7 @@ def look_up_all(
 
 
 def look_up_ray(address: str, say: Callable[[str], None]) -> Targets:
-    """The actors of a Ray cluster. UsageError without a cluster, AttachError without an actor."""
+    """Return the actors of a Ray cluster. UsageError without a cluster, AttachError without an actor."""
     from mxprobe.attach.process import look_up
     from mxprobe.attach.ray_cluster import find_actors
 
