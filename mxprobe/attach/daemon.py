@@ -1,4 +1,4 @@
-"""A controller that goes on without a terminal: the command returns once it is attached, or refused."""
+"""Processes that go on without a terminal: a controller whose command returns once it is attached, or refused."""
 
 import json
 import os
@@ -11,38 +11,20 @@ from typing import Any
 from mxprobe.errors import MxprobeError
 
 LOG_NAME = "mxprobe.log"
+_FAILED = 70
 
 Job = Callable[[Callable[[], None]], None]
 
 
-def run_in_background(job: Job, log: Path) -> int:
-    """Run `job(ready)` in a process of its own session that outlives this one; returns its PID once `ready()`.
+def fork_daemon(log: Path) -> bool:
+    """Fork a process of its own session, which is nobody's child. Return True in it, False in the caller.
 
-    Its output goes to `log`. An error that it raises before it is ready is raised here, with its words and exit code.
-    Then the log is removed again, with its directory if nothing else is in it.
+    Its output is appended to `log`, and it has no input. It must not return to the caller's code, but end by `_exit`.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _become_daemon(job, log, writing)
-    os.close(writing)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as pipe:
-        message = pipe.readline()
-    answer: dict[str, Any] = json.loads(message) if message else {"what": "The background process ended at once."}
-    if "pid" in answer:
-        return int(answer["pid"])
-    if message:
-        log.unlink(missing_ok=True)
-        with suppress(OSError):
-            log.parent.rmdir()
-    raise _rebuilt(answer, log)
-
-
-def _become_daemon(job: Job, log: Path, writing: int) -> None:
-    """Detach the first child from the session and the terminal, in a second child. Never returns."""
+    middle = os.fork()
+    if middle:
+        os.waitpid(middle, 0)
+        return False
     try:
         os.setsid()
         if os.fork():
@@ -52,8 +34,39 @@ def _become_daemon(job: Job, log: Path, writing: int) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
     except BaseException:
-        os._exit(70)
-    code = 70
+        os._exit(_FAILED)
+    return True
+
+
+def run_in_background(job: Job, log: Path) -> int:
+    """Run `job(ready)` in a daemon; returns its PID once `ready()`.
+
+    Its output goes to `log`. An error that it raises before it is ready is raised here, with its words and exit code.
+    Then the log is removed again, with its directory if nothing else is in it.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    reading, writing = os.pipe()
+    if fork_daemon(log):
+        os.close(reading)
+        _run(job, writing)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        message = pipe.readline()
+    answer: dict[str, Any] = json.loads(message) if message else {"what": "The background process ended at once."}
+    if "pid" in answer:
+        return int(answer["pid"])
+    if message:
+        log.unlink(missing_ok=True)
+        with suppress(OSError):
+            log.parent.rmdir()
+    error = MxprobeError(answer["what"], cause=answer.get("cause", ""), remedy=answer.get("remedy", f"see {log}"))
+    error.exit_code = answer.get("exit_code", MxprobeError.exit_code)
+    raise error
+
+
+def _run(job: Job, writing: int) -> None:
+    """Run the job, and tell the command how it went. Never returns."""
+    code = _FAILED
     try:
         job(lambda: _tell(writing, {"pid": os.getpid()}))
         code = 0
@@ -74,11 +87,3 @@ def _become_daemon(job: Job, log: Path, writing: int) -> None:
 def _tell(pipe: int, message: dict[str, Any]) -> None:
     with suppress(OSError):  # the command has had its answer and is gone
         os.write(pipe, (json.dumps(message) + "\n").encode())
-
-
-def _rebuilt(answer: dict[str, Any], log: Path) -> MxprobeError:
-    error = MxprobeError(
-        str(answer["what"]), cause=str(answer.get("cause", "")), remedy=str(answer.get("remedy", f"see {log}"))
-    )
-    error.exit_code = int(answer.get("exit_code", MxprobeError.exit_code))
-    return error
