@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mxprobe.attach import server
 from mxprobe.attach.agent_link import AgentLink
 from mxprobe.attach.archive import write_archive
 from mxprobe.attach.entry import Entry, enter, unmap
@@ -23,18 +24,6 @@ from mxprobe.attach.process import Liveness, Process, check_attachable, main_thr
 from mxprobe.attach.progress import Progress
 from mxprobe.attach.refusals import refuse
 from mxprobe.attach.rundir import RunDirectory
-from mxprobe.attach.server import (
-    AgentGone,
-    AgentHello,
-    AgentSaid,
-    ClientAsked,
-    ControlServer,
-    Event,
-    Interrupted,
-    Peer,
-    TriggerWanted,
-    WriteFailed,
-)
 from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.attach.waiting_clients import WaitingClients, not_switched
 from mxprobe.errors import AttachError, MxprobeError, TraceError
@@ -95,7 +84,7 @@ class Controller:
         self._progress = progress
         self._name = name
         self._on_attached = on_attached
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[server.Event] = queue.SimpleQueue()
         self._recorder = TraceRecorder(trace, process.pid, on_jump)
         self._phase = "entering"
         self._entry: Entry | None = None
@@ -115,15 +104,11 @@ class Controller:
         with ExitStack() as last_first:  # a disk that refuses the end of the trace keeps nothing else from its end
             run_directory = RunDirectory.create(self._process)
             last_first.callback(run_directory.close)
-            token = secrets.token_hex(16)
-            server = ControlServer(
-                run_directory.control_socket,
-                token=token,
-                pid=self._process.pid,
-                events=self._events,
-                on_batch=self._recorder.write,
+            token, pid = secrets.token_hex(16), self._process.pid
+            control = server.ControlServer(
+                run_directory.control_socket, token=token, pid=pid, events=self._events, on_batch=self._recorder.write
             )
-            for end in (server.close, self._agent.close, self._answer_the_end, self._end_trace, self._await_clearing):
+            for end in (control.close, self._agent.close, self._answer_the_end, self._end_trace, self._await_clearing):
                 last_first.callback(end)
             try:
                 self._get_in(run_directory, token)
@@ -137,11 +122,11 @@ class Controller:
 
     def interrupt(self) -> None:
         """Leave at the next step. A second call makes it leave at once."""
-        self._events.put(Interrupted())
+        self._events.put(server.Interrupted())
 
     def trigger(self, reason: str) -> None:
         """Have the agent keep its past and go to full statistics. Any thread may call this."""
-        self._events.put(TriggerWanted(reason))
+        self._events.put(server.TriggerWanted(reason))
 
     # Phases
 
@@ -191,7 +176,7 @@ class Controller:
 
     def _record(self) -> None:
         self._phase = "recording"
-        attached, process = self._agent.attached or {}, self._process
+        process = self._process
         self._started_ns = time.time_ns()
         hello = {key: value for key, value in self._agent.hello.items() if key not in ("verb", "token", "argv")}
         self._recorder.update_run(
@@ -203,7 +188,7 @@ class Controller:
         self._recorder.open()
         self._progress.say(
             f"attached to {process.pid} ({process.name}) by {self._mechanism}"
-            f", role {attached.get('role', 'unknown')}; writing {self._directory}",
+            f", role {(self._agent.attached or {}).get('role', 'unknown')}; writing {self._directory}",
             self._name,
         )
         self._on_attached()
@@ -271,27 +256,27 @@ class Controller:
             tick()
         return True
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: server.Event) -> None:
         match event:
-            case AgentHello(agent, frame):
+            case server.AgentHello(agent, frame):
                 self._agent.arrive(agent, frame)
                 self._recorder.claim_rank(self._agent.rank)
-            case AgentSaid(frame):
+            case server.AgentSaid(frame):
                 self._hear(frame)
-            case AgentGone(detail):
+            case server.AgentGone(detail):
                 self._agent.leave()
                 if self._agent.detached is None:
                     self._end("agent_lost" if self._liveness.lives_on() else "target_exited", detail)
-            case WriteFailed(error):
+            case server.WriteFailed(error):
                 self._error = error
                 self._agent.leave()  # its connection ends with the writer: there is nothing to wait for
                 self._end("write_failed", str(error))
-            case ClientAsked(client, frame):
+            case server.ClientAsked(client, frame):
                 self._serve_client(client, frame)
-            case TriggerWanted(reason):
+            case server.TriggerWanted(reason):
                 if self._phase == "recording":
                     self._agent.say({"verb": "trigger", "reason": reason})
-            case Interrupted():
+            case server.Interrupted():
                 self._hurry = self._ending is not None and self._phase == "leaving"
                 self._end("interrupted", "")
 
@@ -319,14 +304,14 @@ class Controller:
             self._ending, self._ending_detail = reason, detail
 
     def _refusal_before_recording(self) -> MxprobeError:
-        reason, pid = self._ending or "", self._process.pid
         if self._error is not None:
             return self._error
+        reason, detail = self._ending or "", self._ending_detail
         if reason == "target_exited":
-            return refuse("exited", pid, "while it was being attached")
-        if reason == "detached":
+            reason, detail = "exited", "while it was being attached"
+        elif reason == "detached":
             reason = "interrupted"
-        return refuse(reason, pid, self._ending_detail, seconds=self._config.step_timeout_s)
+        return refuse(reason, self._process.pid, detail, seconds=self._config.step_timeout_s)
 
     def _check_target(self) -> None:
         if (self._agent.is_here or self._phase == "entering") and self._liveness.is_long_dead():
@@ -338,43 +323,39 @@ class Controller:
             self._agent.keep_in_touch(ask_status=self._phase == "recording")
         self._clients.answer_status(everyone=False)
 
-    @property
-    def _is_recording(self) -> bool:
-        return self._phase == "recording" and self._agent.is_here
-
     # Clients
 
-    def _serve_client(self, client: Peer, frame: Frame) -> None:
-        verb = frame["verb"]
-        if verb == "detach":
-            self._clients.wait_for_end(client)
-            self._end("detached", "")
-        elif verb == "trigger":
-            recording = self._is_recording
-            if recording:
-                self._agent.say({"verb": "trigger", "reason": "mxprobe trigger"})
-            client.send({"verb": "triggered", "recording": recording, "past": recording and self._config.record})
-        elif verb == "set":
-            if self._is_recording:
+    def _serve_client(self, client: server.Peer, frame: Frame) -> None:
+        recording = self._phase == "recording" and self._agent.is_here
+        match frame["verb"], recording:
+            case "detach", _:
+                self._clients.wait_for_end(client)
+                self._end("detached", "")
+            case "trigger", _:
+                if recording:
+                    self._agent.say({"verb": "trigger", "reason": "mxprobe trigger"})
+                client.send({"verb": "triggered", "recording": recording, "past": recording and self._config.record})
+            case "set", True:
                 self._agent.say({**frame, "id": self._clients.wait_for_switch(client)})
-            else:
+            case "set", False:
                 client.send(not_switched("not_recording", f"the attach is {self._phase}"))
-        else:
-            self._clients.wait_for_status(client)
-            if self._is_recording:
-                self._agent.say({"verb": "status"})
-            else:
-                self._clients.answer_status(everyone=True)
+            case _:
+                self._clients.wait_for_status(client)
+                if recording:
+                    self._agent.say({"verb": "status"})
+                else:
+                    self._clients.answer_status(everyone=True)
 
     def _answer_the_end(self) -> None:
+        detached = self._agent.detached or {}
         self._clients.answer_the_end(
             {
                 "reason": self._ending,
                 "directory": str(self._directory.absolute()),
                 "n_rows": self._recorder.n_rows,
-                "steps": (self._agent.detached or {}).get("steps"),
+                "steps": detached.get("steps"),
                 "recorded": self._started_ns > 0,
-                "recipes": (self._agent.detached or {}).get("recipes"),
+                "recipes": detached.get("recipes"),
             }
         )
 
@@ -393,7 +374,7 @@ class Controller:
             **self._pause,
             "n_batches": self._recorder.n_batches,
             "n_rows": self._recorder.n_rows,
-            "lost_ranks": self._recorder.lost_ranks,
+            "lost_ranks": self._recorder.trace.lost,
             "agent": self._agent.status,
         }
 

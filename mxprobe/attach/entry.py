@@ -9,7 +9,6 @@ Each of them hands over the same statement. Only the agent's hello tells that it
 """
 
 import platform
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mxprobe.attach import gdb, remote_exec
+from mxprobe.attach.client import exchange
 from mxprobe.attach.injector_process import check_ptrace, run_injector, unmap_statements
 from mxprobe.attach.page_record import Page
 from mxprobe.attach.payload import boot_statement
@@ -24,8 +24,6 @@ from mxprobe.attach.process import Process, check_attachable
 from mxprobe.attach.refusals import refuse
 from mxprobe.attach.rundir import RunDirectory, listener_socket_of
 from mxprobe.errors import AttachError
-from mxprobe.listener import peer_of
-from mxprobe.protocol import ProtocolError, recv_frame, send_frame
 
 _CONNECT_TIMEOUT_S = 15.0
 
@@ -116,26 +114,14 @@ def _inject(process: Process, run_directory: RunDirectory, statement: str, *, by
 
 def _knock(path: Path, process: Process, run_directory: RunDirectory, token: str) -> bool:
     """Ask the job's listener. Return False where nobody (or somebody else) answers: then the next way is tried."""
-    request = {
-        "verb": "connect",
-        "socket": str(run_directory.control_socket),
-        "archive": str(run_directory.archive),
-        "token": token,
-    }
+    where = {"socket": str(run_directory.control_socket), "archive": str(run_directory.archive)}
+    request = {"verb": "connect", **where, "token": token}
     started = time.monotonic()
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_CONNECT_TIMEOUT_S)
-            connection.connect(str(path))
-            if peer_of(connection)[0] != process.pid:
-                return False
-            send_frame(connection, request)
-            answer = recv_frame(connection)
+        answer = exchange(path, request, timeout_s=_CONNECT_TIMEOUT_S, pid=process.pid)
     except TimeoutError:
         seconds = time.monotonic() - started
         raise refuse("no_ack", process.pid, "holding the interpreter in native code", seconds=seconds) from None
-    except (OSError, ProtocolError):
-        return False
     if answer is not None and answer["verb"] == "failed":
         raise refuse(str(answer.get("reason")), process.pid, str(answer.get("detail", "")))
     return answer is not None

@@ -139,8 +139,7 @@ class Group:
             reason = getattr(member.error, "reason", "failed")
             with suppress(MxprobeError):  # of a trace that takes no more, which is the error itself or soon will be
                 trace.refuse(member.process.pid, reason=reason, what=member.error.what)
-            meant = member.process.pid not in self._options.perhaps or reason not in _NOT_MEANT
-            if member.shown_name and meant:
+            if member.shown_name and (member.process.pid not in self._options.perhaps or reason not in _NOT_MEANT):
                 self._progress.say(str(member.error), member.shown_name)
         self._settle(member)
         self._progress.forget(member.shown_name)
@@ -174,23 +173,21 @@ class Group:
 
     def _settle(self, member: _Member) -> None:
         with self._lock:
-            before = all(m.settled for m in self._members)
+            is_last = not member.settled and all(m.settled or m is member for m in self._members)
             member.settled = True
-            now = all(m.settled for m in self._members)
             attached = any(m.error is None for m in self._members)
-        if now and not before and attached:
+        if is_last and attached:
             self._on_attached()
 
     def _result(self) -> list[AttachOutcome]:
-        outcomes = [m.outcome for m in self._members if m.outcome is not None]
-        errors = [m.error for m in self._members if m.error is not None]
-        for error in errors:
-            if not isinstance(error, AttachError) or len(self._members) == 1:
-                raise error
+        for member in self._members:
+            if member.error is not None and (not isinstance(member.error, AttachError) or len(self._members) == 1):
+                raise member.error
+        outcomes = [member.outcome for member in self._members if member.outcome is not None]
         if not outcomes:
             raise AttachError(
                 "none_attached",
-                f"None of the {len(errors)} processes could be attached.",
+                f"None of the {len(self._members)} processes could be attached.",
                 cause="see the reason given for each",
                 remedy="`mxprobe doctor` says which ways in work here",
             )
@@ -198,15 +195,16 @@ class Group:
 
     def _trigger_all(self, reason: str) -> None:
         """Trigger all members: the process that logs may not be one that trains."""
-        for member in self._members:
-            if member.controller is not None:
-                member.controller.trigger(reason)
+        for controller in self._controllers():
+            controller.trigger(reason)
 
     def _interrupt(self) -> None:
         self._stop.set()
-        for member in self._members:
-            if member.controller is not None:
-                member.controller.interrupt()
+        for controller in self._controllers():
+            controller.interrupt()
+
+    def _controllers(self) -> list[Controller]:
+        return [member.controller for member in self._members if member.controller is not None]
 
 
 @contextmanager

@@ -103,9 +103,8 @@ def yama(scope: str | None, *, capable: bool) -> HostCheck:
     """Check Yama's policy. `scope` is the content of ptrace_scope, None without Yama."""
     if scope is None:
         return HostCheck("yama ptrace_scope", True, "no Yama in this kernel: processes of the same user may be traced")
-    open_here = scope == "0" or (scope in ("1", "2") and capable)
     detail = f"{scope}: {_SCOPES.get(scope, 'unknown')}"
-    if open_here:
+    if scope == "0" or (scope in ("1", "2") and capable):
         return HostCheck("yama ptrace_scope", True, detail)
     how = "nothing can be done before a reboot" if scope == "3" else f"sudo sysctl kernel.yama.ptrace_scope=0; {_GRANT}"
     return HostCheck("yama ptrace_scope", False, detail, f"{how}; {_RUN}")
@@ -130,8 +129,7 @@ def pid_namespace(status: str) -> HostCheck:
 
 def container() -> HostCheck:
     marks = [name for name in ("/.dockerenv", "/run/.containerenv") if os.path.exists(name)]
-    if os.environ.get("KUBERNETES_SERVICE_HOST"):
-        marks.append("KUBERNETES_SERVICE_HOST")
+    marks += ["KUBERNETES_SERVICE_HOST"] if os.environ.get("KUBERNETES_SERVICE_HOST") else []
     if not marks:
         return HostCheck("container", None, "no sign of one")
     return HostCheck("container", None, f"yes ({', '.join(marks)}); jobs must be attached from inside the same one")

@@ -113,13 +113,14 @@ def clean_stale() -> list[Path]:
         if directory.name.startswith(_UNFINISHED) and not _is_old(directory):
             continue  # its maker may have the lock file, and not yet the lock
         lock = _try_lock(directory)
-        if lock is None and not _abandoned(directory):
+        made_without_lock = _is_old(directory) and not (directory / _LOCK).exists()  # its maker was killed in between
+        if lock is None and not made_without_lock:
             continue
         shutil.rmtree(directory, ignore_errors=True)
         if lock is not None:
             os.close(lock)
         removed.append(directory)
-    for parent in dict.fromkeys(_parents(os.environ)):
+    for parent in _parents(os.environ):
         for leftover in parent.iterdir():
             if leftover.name.endswith(_OF_ONE_PROCESS) and _is_of_the_dead(leftover.name):
                 with contextlib.suppress(OSError):
@@ -130,12 +131,8 @@ def clean_stale() -> list[Path]:
 
 def listener_socket_of(process: Process) -> Path | None:
     """Return the socket on which the job itself listens, wherever its environment or ours would have put it."""
-    for environ in (process.environ, os.environ):
-        for parent in _parents(environ):
-            path = parent / f"{process.inner_pid}.listen.sock"
-            if path.is_socket():
-                return path
-    return None
+    paths = (parent / f"{process.inner_pid}.listen.sock" for parent in _parents(process.environ, os.environ))
+    return next((path for path in paths if path.is_socket()), None)
 
 
 def _is_of_the_dead(name: str) -> bool:
@@ -154,22 +151,19 @@ def _name(process: Process) -> str:
 
 
 def _find(process: Process) -> Path | None:
-    for environ in (os.environ, process.environ):
-        for parent in _parents(environ):
-            if _in_use(parent / _name(process)):
-                return parent / _name(process)
-    return None
+    directories = (parent / _name(process) for parent in _parents(os.environ, process.environ))
+    return next((directory for directory in directories if _in_use(directory)), None)
 
 
-def _parents(environ: Mapping[str, str]) -> Iterator[Path]:
-    for base in base_directories(environ):
-        parent = os.path.join(base, f"mxprobe-{os.getuid()}")
-        if is_private(parent):
-            yield Path(parent)
+def _parents(*environs: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the private directories that there are where these environments put them, each once."""
+    bases = dict.fromkeys(base for environ in environs for base in base_directories(environ))
+    parents = (os.path.join(base, f"mxprobe-{os.getuid()}") for base in bases)
+    yield from (Path(parent) for parent in parents if is_private(parent))
 
 
 def _directories(*, unfinished: bool = False) -> Iterator[Path]:
-    for parent in dict.fromkeys(_parents(os.environ)):
+    for parent in _parents(os.environ):
         for entry in sorted(parent.iterdir()):
             named = entry.name.partition(".")[0].isdigit() and not entry.name.endswith(".sock")
             if entry.is_dir() and (named or (unfinished and entry.name.startswith(_UNFINISHED))):
@@ -182,11 +176,6 @@ def _in_use(directory: Path) -> bool:
         os.close(lock)
         return False
     return (directory / _LOCK).exists()
-
-
-def _abandoned(directory: Path) -> bool:
-    """Return True for a directory whose maker was killed before it had a lock."""
-    return _is_old(directory) and not (directory / _LOCK).exists()
 
 
 def _is_old(directory: Path) -> bool:

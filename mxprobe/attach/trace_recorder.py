@@ -157,11 +157,9 @@ class TraceRecorder:
     """One process's share of a trace. It counts what it writes, and calls `on_jump` when a logged mismatch jumps."""
 
     def __init__(self, trace: RunTrace, pid: int, on_jump: Callable[[str], None] | None = None) -> None:
-        self.rank = 0
-        self.n_batches = 0
-        self.n_rows = 0
+        self.rank = self.n_batches = self.n_rows = 0
         self.last_step: int | None = None
-        self._trace = trace
+        self.trace = trace
         self._pid = pid
         self._wanted = 0
         self._facts: dict[str, Any] = {}
@@ -170,32 +168,27 @@ class TraceRecorder:
         self._opened = False
         self._lock = threading.Lock()
 
-    @property
-    def lost_ranks(self) -> list[str]:
-        """The ranks of the run that others have outlived, in words."""
-        return self._trace.lost
-
     def claim_rank(self, wanted: int) -> None:
         """To be called before the first row, which takes the number: a refused process takes none from the others."""
         self._wanted = wanted
 
     def _claim(self) -> None:
-        self.rank = self._trace.claim(self._pid, self._wanted)
+        self.rank = self.trace.claim(self._pid, self._wanted)
 
     def update_run(self, **fields: Any) -> None:
         """Add facts of this process for `run.json`; they are kept until it is attached."""
         with self._lock:
             self._facts.update(fields)
             if self._opened:
-                self._trace.set_rank(self.rank, self._facts)
+                self.trace.set_rank(self.rank, self._facts)
 
     def open(self) -> None:
         """Give the process, which is now attached, its place in the trace."""
         self._claim()
         with self._lock:
             self._opened = True
-            self._trace.set_rank(self.rank, self._facts)
-        self._trace.open()
+            self.trace.set_rank(self.rank, self._facts)
+        self.trace.open()
 
     def write(self, frame: Frame) -> None:
         """Append a `batch` frame; durable when it returns. TraceError if the disk or the rows do not allow it."""
@@ -206,8 +199,8 @@ class TraceRecorder:
             if self._on_jump is not None and (jump := self._mismatch.see(columns)):
                 self._on_jump(jump)
         try:
-            self._trace.open().append(table, columns, rank=self.rank)
-            self._trace.write_lost()
+            self.trace.open().append(table, columns, rank=self.rank)
+            self.trace.write_lost()
         except KeyError as error:
             raise TraceError(f"a batch lacks {error}", cause="an agent of another version") from None
         self.n_batches += 1
@@ -221,9 +214,9 @@ class TraceRecorder:
         if self._opened and "ended" not in self._facts:
             try:
                 self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
-                self._trace.write_lost()
+                self.trace.write_lost()
                 if reason in ("agent_lost", "target_exited"):
                     words = f"rank {self.rank}, process {self._pid}, ended while others went on ({reason})"
-                    self._trace.gone(self.rank, -1 if self.last_step is None else self.last_step, words)
+                    self.trace.gone(self.rank, -1 if self.last_step is None else self.last_step, words)
             finally:  # the others of the run wait for it, whatever the disk says
-                self._trace.done(self._pid)
+                self.trace.done(self._pid)
