@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mxprobe.attach.process import Process, is_python, look_up, own_processes
+from mxprobe.attach.process import Process, interpreter_options, is_python, look_up, own_processes
 from mxprobe.attach.refusals import refuse
 
 _KEY = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
@@ -47,21 +47,8 @@ def is_launcher(command: Sequence[str]) -> bool:
     """Return True for a command that starts the ranks of a job: torchrun or accelerate, by program or by module."""
     if any(os.path.basename(word) in _LAUNCHERS for word in command[:2]):
         return True
-    module = _module_of(command)
+    module = dict(interpreter_options(command)).get("-m", "")
     return module in _LAUNCHER_MODULES or module.startswith("accelerate.")
-
-
-def _module_of(command: Sequence[str]) -> str:
-    """Return M of `python [options] -m M ...`; empty for a script, whose own arguments may hold anything."""
-    words = iter(command[1:])
-    for word in words:
-        if word == "-m":
-            return next(words, "")
-        if word in ("-X", "-W"):
-            next(words, "")
-        elif not word.startswith("-") or word == "-c":
-            break
-    return ""
 
 
 def job_among(processes: Sequence[Process], process: Process) -> Job:

@@ -48,7 +48,7 @@ _STARTED_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
 _MARKS = {True: "ok", False: "NO", None: "  "}
 _NOT_STARTED = "a Python process of ours did not start"
-_SLEEPER = "import os, time\nos.write({started}, b'.')\nwhile True: time.sleep(0.05)"
+_SLEEPER = "import os, time\nos.write(1, b'.')\nwhile True: time.sleep(0.05)"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _listener() -> HostCheck:
 def _ptrace() -> HostCheck:
     reading, writing = os.pipe()
     try:
-        with _sleeper(dict(os.environ), keep=writing) as child:
+        with _sleeper(dict(os.environ), keep=(writing,)) as child:
             if child is None:
                 return HostCheck("ptrace", False, _NOT_STARTED)
             try:
@@ -221,25 +221,24 @@ def _ptrace() -> HostCheck:
 
 
 @contextmanager
-def _sleeper(environ: dict[str, str], keep: int = -1) -> Generator[subprocess.Popen[bytes] | None]:
+def _sleeper(environ: dict[str, str], keep: tuple[int, ...] = ()) -> Generator[subprocess.Popen[bytes] | None]:
     """Yield a Python process of ours that has started and sleeps; None if it did not start."""
-    reading, started = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-c", _SLEEPER.format(started=started)],
+        [sys.executable, "-c", _SLEEPER],
         env=environ,
-        pass_fds=[fd for fd in (started, keep) if fd >= 0],
+        pass_fds=keep,
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    os.close(started)
+    assert child.stdout is not None
     try:
-        ready = select.select([reading], [], [], _STARTED_TIMEOUT_S)[0] and os.read(reading, 1)
+        ready = select.select([child.stdout], [], [], _STARTED_TIMEOUT_S)[0] and child.stdout.read(1)
         time.sleep(0.05)
         yield child if ready else None
     finally:
-        os.close(reading)
         child.kill()
-        child.wait()
+        child.communicate()
 
 
 def _version_of(package: str) -> str:

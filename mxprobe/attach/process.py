@@ -3,6 +3,7 @@
 import os
 import pwd
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,6 +165,20 @@ def is_python(process: Process) -> bool:
         return False
 
 
+def interpreter_options(command: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options of `python [options] PROGRAM ...` and their values: ("-X", "dev"), ("-u", ""), ("-m", M)."""
+    found: list[tuple[str, str]] = []
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-") or word in ("-", "-c"):
+            break
+        takes_value = word[:2] in ("-X", "-W", "-m")
+        found.append((word[:2], word[2:] or next(words, "")) if takes_value else (word, ""))
+        if word.startswith("-m"):
+            break
+    return found
+
+
 def check_attachable(process: Process) -> None:
     """Raise the AttachError that applies to every mechanism: namespace, owner, suspended, debugging forbidden."""
     pid = process.pid
@@ -207,16 +222,7 @@ def _environ(proc: Path) -> dict[str, str]:
 
 def _debugging_disabled(process: Process) -> str:
     """Return how PEP 768's opt-out was given to that interpreter, or an empty string."""
-    words = process.command_line[1:]
-    options: list[str] = []
-    for before, word in zip(("", *words), words, strict=False):
-        if before == "-X":
-            options.append(word)
-        elif word.startswith("-X"):
-            options.append(word[2:])
-        elif before != "-W" and (not word.startswith("-") or word in ("-c", "-m", "-")):
-            break
-    if "disable-remote-debug" in options:
+    if ("-X", "disable-remote-debug") in interpreter_options(process.command_line):
         return "-X disable-remote-debug"
     if process.environ.get("PYTHON_DISABLE_REMOTE_DEBUG"):
         return "PYTHON_DISABLE_REMOTE_DEBUG"

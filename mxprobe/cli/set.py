@@ -2,7 +2,6 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import click
@@ -46,29 +45,26 @@ def command(pids: tuple[int, ...], recipe: str, job: bool, at_step: int | None, 
 
     targets.require(pids)
     line = str(Recipe.parse(recipe))
-    named = targets.named(pids, job=job)
-    sockets = {pid: path for pid in named if (path := control_socket_of(pid)) is not None}
-    missing = [pid for pid in named if pid not in sockets]
+    named = list(dict.fromkeys(targets.named(pids, job=job)))
+    missing = [pid for pid in named if control_socket_of(pid) is None]
     if missing:
         raise targets.not_attached(
             f"Process {missing[0]} is not attached; nothing was switched.",
             remedy=f"`mxprobe attach {missing[0]}` first; `mxprobe status` lists what is attached",
         )
-    if at_step is None and len(sockets) > 1:
-        at_step = _common_step(list(sockets.values()))
+    if at_step is None and len(named) > 1:
+        at_step = _common_step(named)
     click.echo(f"switching to {line} after {f'step {at_step}' if at_step else 'the next optimizer step'}", err=True)
-    with ThreadPoolExecutor(len(sockets)) as pool:
-        answers = pool.map(lambda path: _set(path, line, at_step, timeout_s), sockets.values())
-    refused = [text for pid, answer in zip(sockets, answers, strict=True) if (text := _tell(pid, answer))]
+    with ThreadPoolExecutor(len(named)) as pool:
+        answers = pool.map(lambda pid: _set(pid, line, at_step, timeout_s), named)
+    refused = [text for pid, answer in zip(named, answers, strict=True) if (text := _tell(pid, answer))]
     if refused:
         raise AttachError("not_switched", "\n".join(refused))
 
 
-def _set(control_socket: Path, line: str, at_step: int | None, timeout_s: float) -> dict[str, Any] | None:
-    from mxprobe.attach.client import ask
-
+def _set(pid: int, line: str, at_step: int | None, timeout_s: float) -> dict[str, Any] | None:
     try:
-        return ask(control_socket, "set", timeout_s=timeout_s, recipe=line, at_step=at_step or 0)
+        return targets.ask(pid, "set", timeout_s=timeout_s, recipe=line, at_step=at_step or 0)
     except AttachError as error:
         if error.reason != "no_answer":
             raise
@@ -98,13 +94,11 @@ def _tell(pid: int, answer: dict[str, Any] | None) -> str:
     return ""
 
 
-def _common_step(control_sockets: list[Path]) -> int:
+def _common_step(pids: list[int]) -> int:
     """Return a step that none of them has completed, far enough ahead to ask all. UsageError where one is unknown."""
-    from mxprobe.attach.client import ask
-
     reached = 0
-    for path in control_sockets:
-        agent = (ask(path, "status", timeout_s=_STATUS_S) or {}).get("agent") or {}
+    for pid in pids:
+        agent = (targets.ask(pid, "status", timeout_s=_STATUS_S) or {}).get("agent") or {}
         if not agent.get("steps"):
             raise UsageError(
                 "one of these processes has not told at which step it is",
