@@ -8,12 +8,12 @@ from typing import Any
 
 
 def has_gil() -> bool:
-    """Return False in a free-threaded interpreter (tried on CPython 3.9 to 3.13; before 3.13 there is only the GIL)."""
+    """Return False in a free-threaded interpreter (tried on CPython 3.11, 3.12 and 3.13; before 3.13 all have the GIL)."""
     return getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def ray_actor_records() -> list[dict[str, Any]]:
-    """Return the records of all actors of the cluster that this process is connected to (tried on ray 2.50 to 2.56).
+    """Return the records of all actors of the cluster that this process is connected to (tried on ray 2.60).
 
     They come from the control store: the public `ray.util.state` needs a dashboard.
     """

@@ -39,7 +39,7 @@ class AgentLink:
 
     @property
     def place(self) -> dict[str, Any]:
-        """What it is attached to, as facts for `run.json`."""
+        """Facts for `run.json` about what it is attached to."""
         attached = self.attached or {}
         what = {name: attached.get(name) for name in ("role", "roots", "recipes", "kernels_ms")}
         return {**what, "attached_step": attached.get("step")}
@@ -48,7 +48,7 @@ class AgentLink:
         self._peer, self.hello = peer, hello
 
     def leave(self) -> None:
-        """Its connection has ended, or nobody waits for it any more."""
+        """Note that its connection has ended, or that nobody waits for it any more."""
         self._peer = None
 
     def say(self, frame: Frame) -> None:

@@ -162,7 +162,7 @@ class Controller:
             raise refuse("no_step", pid, seconds=config.step_timeout_s)
 
     def _clear_statement(self, run_directory: RunDirectory) -> None:
-        """The agent's hello proves that our statement ran, and with it all that were queued before it."""
+        """Unmap statements. The agent's hello proves that ours ran, and with it all that were queued before."""
         run_directory.script.unlink(missing_ok=True)
         if self._entry is None or not self._entry.leaves_page:
             return
@@ -205,7 +205,7 @@ class Controller:
             self._until(lambda: not self._agent.is_here, _GOODBYE_S)
 
     def _let_go(self) -> None:
-        """The attach is refused after the agent came in: have it leave now, not when its lease runs out."""
+        """Have the agent of a refused attach leave now, not when its lease runs out."""
         self._phase = "leaving"
         if self._agent.is_here:
             self._agent.say({"verb": "detach"})

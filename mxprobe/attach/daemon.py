@@ -13,7 +13,7 @@ from mxprobe.errors import MxprobeError
 LOG_NAME = "mxprobe.log"
 _FAILED = 70
 
-Job = Callable[[Callable[[], None]], None]
+Attach = Callable[[Callable[[], None]], None]
 
 
 def fork_daemon(log: Path) -> bool:
@@ -38,8 +38,8 @@ def fork_daemon(log: Path) -> bool:
     return True
 
 
-def run_in_background(job: Job, log: Path) -> int:
-    """Run `job(ready)` in a daemon; returns its PID once `ready()`.
+def run_in_background(attach: Attach, log: Path) -> int:
+    """Run `attach(ready)` in a daemon; returns its PID once `ready()`.
 
     Its output goes to `log`. An error that it raises before it is ready is raised here, with its words and exit code.
     Then the log is removed again, with its directory if nothing else is in it.
@@ -48,7 +48,7 @@ def run_in_background(job: Job, log: Path) -> int:
     reading, writing = os.pipe()
     if fork_daemon(log):
         os.close(reading)
-        _run(job, writing)
+        _run(attach, writing)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         message = pipe.readline()
@@ -64,11 +64,11 @@ def run_in_background(job: Job, log: Path) -> int:
     raise error
 
 
-def _run(job: Job, writing: int) -> None:
-    """Run the job, and tell the command how it went. Never returns."""
+def _run(attach: Attach, writing: int) -> None:
+    """Attach, and tell the command how it went. Never returns."""
     code = _FAILED
     try:
-        job(lambda: _tell(writing, {"pid": os.getpid()}))
+        attach(lambda: _tell(writing, {"pid": os.getpid()}))
         code = 0
     except MxprobeError as error:
         print(error, file=sys.stderr)

@@ -46,7 +46,7 @@ _OUTSIDE_PAUSE_S = 0.0007
 
 
 class InjectError(Exception):
-    """`reason` is the refusal's slug; the process is as it was."""
+    """The injection failed, and the process is as it was. `reason` is the refusal's slug."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
@@ -137,7 +137,7 @@ class _Call:
         tracee.save_xstate()
 
     def queue(self, statement: str, image: PythonImage) -> tuple[int, int]:
-        """Returns address and size in bytes of the mapping that holds the statement."""
+        """Queue the statement; returns address and size in bytes of the mapping that holds it."""
         text = statement.encode() + b"\0"
         size_bytes = -(-len(text) // PAGE_BYTES) * PAGE_BYTES
         with self._put_back():

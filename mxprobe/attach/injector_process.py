@@ -56,7 +56,7 @@ def unmap_statements(process: Process, pages: list[Page]) -> dict[str, Any]:
 
 
 def _run(process: Process, arguments: list[str], statement: str) -> dict[str, Any]:
-    """The caller's Ctrl-C does not stop the injector, and nothing gives it up before it has let go of the process."""
+    """Run the injector. The caller's Ctrl-C does not stop it, and it always comes to let go of the process."""
     command = [sys.executable, "-P", "-m", "mxprobe.attach.injector", str(process.pid), str(process.start_ticks)]
     environ = dict(os.environ, PYTHONPATH=str(Path(mxprobe.__file__).parent.parent))
     environ.pop("MXPROBE_LISTEN", None)

@@ -46,7 +46,7 @@ class Progress:
             self._show(_named(name, text))
 
     def forget(self, name: str) -> None:
-        """That process has nothing more to show."""
+        """Note that this process has nothing more to show."""
         with self._lock:
             self._turns.pop(name, None)
 

@@ -9,6 +9,7 @@ which leaves in order when the pipe to its standard input ends: with `stop`, and
 """
 
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -59,12 +60,10 @@ def _leave_with(pipe: Any) -> None:
 
 
 def main() -> None:
-    from mxprobe.cli import main as mxprobe
-
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # a worker of Ray hands on its mask
     threading.Thread(target=_leave_with, args=(sys.stdin.buffer,), daemon=True).start()
     sys.argv[1:1] = ["attach"]
-    mxprobe()
+    runpy.run_module("mxprobe", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class RunDirectory:
 
     @property
     def page_record(self) -> PageRecord:
-        """The record lies beside the directory, for it stays as long as there are pages."""
+        """The record of its pages. It lies beside the directory, for it stays as long as there are pages."""
         return PageRecord(self.path.with_name(self.path.name + PAGES_SUFFIX))
 
     @property

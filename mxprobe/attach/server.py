@@ -22,7 +22,7 @@ _FIRST_FRAME_TIMEOUT_S = 10.0
 
 
 class Peer:
-    """The other end of one connection; `send` may be called from any thread."""
+    """The other end of one connection. Any thread may call `send`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

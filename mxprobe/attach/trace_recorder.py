@@ -169,7 +169,7 @@ class TraceRecorder:
         self._lock = threading.Lock()
 
     def claim_rank(self, wanted: int) -> None:
-        """To be called before the first row, which takes the number: a refused process takes none from the others."""
+        """Ask for a rank. The first row takes the number, so that a refused process takes none from the others."""
         self._wanted = wanted
 
     def _claim(self) -> None:

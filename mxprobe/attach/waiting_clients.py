@@ -28,7 +28,7 @@ class WaitingClients:
         self._for_switch: dict[int, Peer] = {}
 
     def wait_for_status(self, client: Peer) -> None:
-        """The client is answered when the agent has told its state, or with what is known after a second."""
+        """Answer this client when the agent has told its state, or with what is known after a second."""
         self._for_status.append((time.monotonic() + _STATUS_ANSWER_S, client))
 
     def wait_for_end(self, client: Peer) -> None:

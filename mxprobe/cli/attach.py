@@ -20,6 +20,7 @@ from mxprobe.protocol import AgentConfig
 from mxprobe_kernels.formats import Rule
 
 if TYPE_CHECKING:
+    from mxprobe.attach.daemon import Attach
     from mxprobe.attach.group import AttachOptions
 
 _DEFAULTS = AgentConfig()
@@ -194,15 +195,19 @@ def command(
         )
         _record(found, options, ready=ready)
 
-    if not background:
-        attach(lambda: None)
-        click.echo(directory)
-        return
-    from mxprobe.attach.daemon import LOG_NAME, run_in_background
-
-    controller_pid = run_in_background(attach, directory / LOG_NAME)
     attached = " ".join(map(str, found.pids))
-    click.echo(f"attached to {attached}; process {controller_pid} records (log: {directory / LOG_NAME})", err=True)
+    _run(attach, directory, background, lambda pid: f"attached to {attached}; process {pid} records")
+
+
+def _run(attach: Attach, directory: Path, background: bool, words: Callable[[int], str]) -> None:
+    """Attach in this process or a daemon, of whose PID `words` tells; print the trace's directory."""
+    if background:
+        from mxprobe.attach.daemon import LOG_NAME, run_in_background
+
+        log = directory / LOG_NAME
+        click.echo(f"{words(run_in_background(attach, log))} (log: {log})", err=True)
+    else:
+        attach(lambda: None)
     click.echo(directory)
 
 
@@ -243,15 +248,8 @@ def _attach_nodes(found: targets.Targets, directory: Path, *, background: bool) 
             options = _of_each_node(sys.argv[1:])
             record(address, directory, found.nodes, options, facts, on_attached=ready, is_over=over.is_set)
 
-    if not background:
-        attach(lambda: None)
-    else:
-        from mxprobe.attach.daemon import LOG_NAME, run_in_background
-
-        controller_pid = run_in_background(attach, directory / LOG_NAME)
-        how = f"`kill -INT {controller_pid}` detaches (log: {directory / LOG_NAME})"
-        click.echo(f"attached on {len(found.nodes)} nodes; {how}", err=True)
-    click.echo(directory)
+    n_nodes = len(found.nodes)
+    _run(attach, directory, background, lambda pid: f"attached on {n_nodes} nodes; `kill -INT {pid}` detaches")
 
 
 _NOT_OF_A_NODE = {"--ray": 1, "-o": 1, "--output": 1, "--background": 0}

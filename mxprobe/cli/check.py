@@ -64,7 +64,7 @@ def command(
 
 
 def _print(result: CheckResult) -> None:
-    """A line per limit, the worst offenders below it; notes on standard error."""
+    """Print a line per limit and the worst offenders below it; notes go to standard error."""
     from mxprobe.checks.junit import sentence
 
     for problem in result.problems:
@@ -86,7 +86,7 @@ def _print(result: CheckResult) -> None:
 
 
 def _worst(findings: list[Finding]) -> str:
-    """`0.0123 (limit 0.03)`: the worst value and the limit it was held against."""
+    """Return the worst value and the limit it was held against, for example `0.0123 (limit 0.03)`."""
     numeric = [(each.value, each.bound) for each in findings if isinstance(each.value, float)]
     if not numeric:
         return str(findings[0].value)

@@ -15,7 +15,7 @@ _Context = click.Context | None
 
 
 class Duration(click.ParamType):
-    """Seconds as a float, of `90`, `90s`, `10m` or `1.5h`; a bare number is in seconds. Must be positive."""
+    """`90`, `90s`, `10m` or `1.5h`, as seconds (float). A bare number is in seconds. It must be positive."""
 
     name = "duration"
 
@@ -34,7 +34,7 @@ class Duration(click.ParamType):
 
 
 class Share(click.ParamType):
-    """A number from 0 to 1 as a float, of `3%` or `0.03`."""
+    """`3%` or `0.03`, as a float from 0 to 1."""
 
     name = "share"
 
@@ -50,7 +50,7 @@ class Share(click.ParamType):
 
 
 class Size(click.ParamType):
-    """Bytes as an int, of `2GB` or `500MiB`; a bare number is in bytes, 0 is no limit."""
+    """`2GB` or `500MiB`, as bytes (int). A bare number is in bytes; 0 is no limit."""
 
     name = "size"
 
@@ -69,7 +69,7 @@ class Size(click.ParamType):
 
 
 class Kept(click.ParamType):
-    """(steps, None) of a bare number, (None, seconds) of a duration with its unit, days included."""
+    """`5000` as (steps, None), `24h` or `7d` as (None, seconds)."""
 
     name = "kept"
 
@@ -88,7 +88,7 @@ class Kept(click.ParamType):
 
 
 class Experts(click.ParamType):
-    """A number of experts from 0, or `all` as ALL_EXPERTS."""
+    """`8` or `all`, as a number of experts from 0 or ALL_EXPERTS."""
 
     name = "n|all"
 

@@ -85,9 +85,9 @@ def look_up_all(
         each = _job(pid, wait_s, say)
         prefix = f"{pid}: " if len(pids) > 1 else ""
         new = {f"{prefix}rank {rank}": p for rank, p in each.ranks.items() if p not in found.values()}
-        found |= new
-        facts += [each.to_json()] if new else []
         if new:
+            found |= new
+            facts.append(each.to_json())
             beside |= {f"{prefix}beside {p.pid}": p for p in each.beside if p not in beside.values()}
     others = frozenset(process.pid for process in beside.values())
     return Targets({**found, **beside}, facts[0] if len(facts) == 1 else {"jobs": facts}, perhaps=others, beside=others)

@@ -13,7 +13,7 @@ _PACKAGES = ("mxprobe_kernels", "mxprobe")
 
 
 def start(line: str, directories: "list[str]") -> None:
-    """Emulate under the recipe of that line; torch is there. `directories` hold `_PACKAGES`, in this order."""
+    """Emulate under the recipe of that line, once torch is there. `directories` hold `_PACKAGES`, in this order."""
     for name, directory in zip(_PACKAGES, directories):
         if name not in sys.modules and find_spec(name) is None:
             _load_package(name, directory)
@@ -21,7 +21,7 @@ def start(line: str, directories: "list[str]") -> None:
 
 
 def _load_package(name: str, directory: str) -> None:
-    """As `sys.modules[name]`; submodules are found through its `__path__`, and `sys.path` stays as it is."""
+    """Load it as `sys.modules[name]`. Its `__path__` leads to its submodules, and `sys.path` stays as it is."""
     init = os.path.join(directory, "__init__.py")
     spec = spec_from_file_location(name, init, submodule_search_locations=[directory])
     if spec is None or spec.loader is None:

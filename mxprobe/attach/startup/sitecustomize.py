@@ -48,7 +48,7 @@ def _after_torch(then: Callable[[], None], otherwise: str) -> None:
 
 
 def _ours(name: str) -> Any:
-    """The module of that name beside this one, loaded once."""
+    """Return the module of that name beside this one, loaded once."""
     full = f"_mxprobe_{name}"
     return sys.modules.get(full) or _load(full, os.path.join(_HERE, f"{name}.py"))
 
