@@ -8,7 +8,7 @@ from typing import Any
 
 
 def has_gil() -> bool:
-    """Return False in a free-threaded interpreter (tried on CPython 3.11, 3.12 and 3.13; before 3.13 all have the GIL)."""
+    """Return False in a free-threaded interpreter (tried on CPython 3.11 to 3.13; before 3.13 all have the GIL)."""
     return getattr(sys, "_is_gil_enabled", lambda: True)()
 
 

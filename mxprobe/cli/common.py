@@ -43,7 +43,8 @@ def table(*columns: Column | str, **style: Any) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    return Table(*columns, **{"box": SIMPLE_HEAD, "pad_edge": False} | style)
+    look: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, **style}
+    return Table(*columns, **look)
 
 
 def right(name: str) -> Column:
