@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,16 +112,10 @@ class Group:
             retention=options.retention,
             copy_to=options.copy_to,
         )
-        with signals_handled(self._interrupt):
-            threads = [
-                threading.Thread(target=self._serve, args=(member, trace), name=f"attach-{member.process.pid}")
-                for member in self._members
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():  # a join without end would keep Python from running signal handlers
-                    thread.join(_JOIN_S)
+        with signals_handled(self._interrupt), ThreadPoolExecutor(len(self._members), "attach") as pool:
+            pending = [pool.submit(self._serve, member, trace) for member in self._members]
+            while wait(pending, _JOIN_S).not_done:
+                pass  # a wait without end would keep Python from running signal handlers
         self._progress.close()
         return self._result()
 

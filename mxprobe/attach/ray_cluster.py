@@ -20,8 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from mxprobe.attach.joined_trace import JoinedTrace
 from mxprobe.attach.ray_node import NodeRecorder
@@ -102,11 +103,11 @@ def record(
     facts: Mapping[str, Any],
     *,
     on_attached: Callable[[], None],
-    is_over: Callable[[], bool],
+    over: threading.Event,
 ) -> None:
     """Attach to PIDs by node, and record until the last attach has ended. AttachError where none came about.
 
-    `is_over` is asked about once a second, and every node detaches once it is true.
+    Every node detaches once `over` is set.
     """
     task = {"address": address, "directory": str(directory), "nodes": nodes, "options": options, "facts": facts}
     # In a session of its own: a Ctrl-C at the terminal is ours to pass on.
@@ -114,16 +115,18 @@ def record(
         [*_COMMAND, "record"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write(json.dumps(task) + "\n")
     process.stdin.flush()
+    threading.Thread(target=_close_after, args=(over, process.stdin), daemon=True).start()
     codes: dict[str, int] = {}
-    hearing = threading.Thread(target=_hear, args=(process, codes, on_attached), daemon=True)
-    hearing.start()
-    while process.poll() is None:
-        if is_over() and not process.stdin.closed:
-            process.stdin.close()
-        hearing.join(_POLL_S)
-    hearing.join()
+    for line in process.stdout:
+        if line.startswith("{"):
+            told = json.loads(line)
+            if told.get("attached"):
+                on_attached()
+            codes.update(told.get("codes", {}))
+    process.wait()
     if 0 not in codes.values():
         raise AttachError(
             "none_attached",
@@ -133,14 +136,10 @@ def record(
         )
 
 
-def _hear(process: subprocess.Popen[str], codes: dict[str, int], on_attached: Callable[[], None]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            told = json.loads(line)
-            if told.get("attached"):
-                on_attached()
-            codes.update(told.get("codes", {}))
+def _close_after(over: threading.Event, pipe: IO[str]) -> None:
+    over.wait()
+    with suppress(OSError):  # the process has ended by itself
+        pipe.close()
 
 
 class _Nodes:

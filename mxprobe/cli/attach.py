@@ -246,7 +246,7 @@ def _attach_nodes(found: targets.Targets, directory: Path, *, background: bool) 
     def attach(ready: Callable[[], None]) -> None:
         with signals_handled(over.set):
             options = _of_each_node(sys.argv[1:])
-            record(address, directory, found.nodes, options, facts, on_attached=ready, is_over=over.is_set)
+            record(address, directory, found.nodes, options, facts, on_attached=ready, over=over)
 
     n_nodes = len(found.nodes)
     _run(attach, directory, background, lambda pid: f"attached on {n_nodes} nodes; `kill -INT {pid}` detaches")

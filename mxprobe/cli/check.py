@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.common import engine_option
+from mxprobe.cli.common import engine_option, note
 from mxprobe.errors import EXIT_BREACHED, UsageError
 from mxprobe.printable import printable
 
@@ -68,7 +68,7 @@ def _print(result: CheckResult) -> None:
     from mxprobe.checks.junit import sentence
 
     for problem in result.problems:
-        click.echo(f"note: {problem}", err=True)
+        note(problem)
     for limit in dict.fromkeys(finding.limit for finding in result.findings):
         findings = [finding for finding in result.findings if finding.limit == limit]
         failures = [finding for finding in findings if finding in result.failures]

@@ -38,6 +38,10 @@ def escape(text: str, *, keep: str = "") -> str:
     return escape(printable(text, keep=keep))
 
 
+def note(text: str) -> None:
+    click.echo(f"note: {printable(text)}", err=True)
+
+
 def table(*columns: Column | str, **style: Any) -> Table:
     """Return an empty table with a line below its heading."""
     from rich.box import SIMPLE_HEAD

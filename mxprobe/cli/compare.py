@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.common import escape, folded, table, writing
-from mxprobe.printable import printable
+from mxprobe.cli.common import escape, folded, note, table, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +70,7 @@ def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None
             write_comparison(*traces, comparison, output, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
         click.echo(f"page: {output}", err=True)
     for warning in comparison.alignment.warnings:
-        click.echo(f"note: {printable(warning)}", err=True)
+        note(warning)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
     else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from mxprobe.cli.common import note
 from mxprobe.errors import UsageError
 
 _FORMATS = ("csv", "json", "parquet")
@@ -73,13 +74,11 @@ def command(
         "modules": modules,
     }
     if follow:
-        click.echo(
-            follow_to(Tracker(tracker_name), trace, **run, say=lambda text: click.echo(f"note: {text}", err=True))
-        )
+        click.echo(follow_to(Tracker(tracker_name), trace, **run, say=note))
         return
     opened = open_trace(trace)
     for problem in opened.problems:
-        click.echo(f"note: {problem}", err=True)
+        note(problem)
     if format_name is None:
         click.echo(export_to(Tracker(tracker_name), opened, **run))
         return

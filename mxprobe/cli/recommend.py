@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.common import engine_option, escape, require_measurements, right, table
+from mxprobe.cli.common import engine_option, escape, note, require_measurements, right, table
 from mxprobe.errors import UsageError
-from mxprobe.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,10 +83,10 @@ def command(
         thresholds = thresholds.replace(device=device)
     recommendation = recommend(opened, thresholds, framework=framework, neighbours=as_json or explain)
     for problem in opened.problems:
-        click.echo(f"note: {printable(problem)}", err=True)
+        note(problem)
     events = opened.events()
     for event in events[events["kind"].astype(str) == "flight"].itertuples():
-        click.echo(f"note: flight recorder at step {event.step}: {printable(str(event.detail))}", err=True)
+        note(f"flight recorder at step {event.step}: {event.detail}")
     if as_json:
         click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
     else:

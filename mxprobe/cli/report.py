@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from mxprobe.cli.common import engine_option, require_measurements, writing
+from mxprobe.cli.common import engine_option, note, require_measurements, writing
 
 
 @click.command("report")
@@ -50,7 +50,7 @@ def command(trace: Path, output: Path | None, against: Path | None, engine: str,
     with writing(path):
         report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line, b=b)
     for problem in report.problems:
-        click.echo(f"note: {problem}", err=True)
+        note(problem)
     if as_json:
         click.echo(json.dumps({"path": str(path), "size_bytes": path.stat().st_size, **report.summary()}, indent=2))
     else:
