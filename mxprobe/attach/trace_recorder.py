@@ -12,7 +12,7 @@ from mxprobe.metrics import canonicalize
 from mxprobe.protocol import Frame
 from mxprobe.trace import Retention, TraceWriter
 from mxprobe.trace.layout import looks_like_trace
-from mxprobe.trace.remote import Mirror
+from mxprobe.trace.object_store import Mirror
 
 # Facts that are the same for all processes; they are at the top level of `run.json` only.
 _SHARED = ("config", "command_line", "started_ns")
