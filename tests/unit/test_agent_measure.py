@@ -11,7 +11,7 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.measuring.adapters.placement import Placement, Shard
-from mxprobe.measuring.operands.copies import choose_rows
+from mxprobe.measuring.operands.copying import choose_rows
 from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, identity_error
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import sample_weight

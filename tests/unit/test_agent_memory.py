@@ -14,7 +14,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import DeviceMemory, bytes_of
 from mxprobe.agent.probes.module_probe import ModuleProbe
-from mxprobe.measuring.operands import copies, extent, pieces, weights
+from mxprobe.measuring.operands import copying, extent, pieces, weights
 from mxprobe.measuring.operands.extent import BYTES_OF_BATCH
 from mxprobe.measuring.operands.operand import Operand, measure_operand
 from mxprobe.measuring.operands.snapshot import Snapshot
@@ -24,7 +24,8 @@ from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels import cpu_backend, cpu_quantizer
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, E2M1_GRID
+from mxprobe_kernels.formats import E2M1_GRID
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 from tests.live_bytes import LiveBytes
 
 K = 256
@@ -45,7 +46,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "DEVICE_BATCH_ELEMENTS", 1 << 12)
     for module in (cpu_backend, cpu_quantizer):
         monkeypatch.setattr(module, "supports", lambda *_: False)
-    monkeypatch.setattr(copies, "CPU_MAX_ROWS", 1 << 30)
+    monkeypatch.setattr(copying, "CPU_MAX_ROWS", 1 << 30)
     monkeypatch.setattr(weights, "CPU_MAX_FEATURES", 1 << 30)
 
 

@@ -7,7 +7,8 @@ import mxprobe_kernels
 from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, Operand, identity_error, measure_operand
 from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Role
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
 
 def operand(m: int = 64, c: int = 96, n: int = 40, *, seed: int = 0, scale: float = 1.0) -> Operand:

@@ -18,7 +18,6 @@ counts only where the first ran without gradient (the reentrant kind).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +29,9 @@ from mxprobe.agent.guard import Guard, Hook
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.table import adapter_of
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
-from mxprobe.measuring.operands.copies import copy_call, row_count
+from mxprobe.measuring.operands.copying import n_rows, snapshot_of
 from mxprobe.measuring.operands.extent import Extent, element_bytes
-from mxprobe.measuring.operands.snapshot import Moment, Snapshot
+from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import WeightSample, sample_weight
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.schema import Phase
@@ -197,7 +196,7 @@ class ModuleProbe:
             if self._train_seen:
                 return  # counted in the first pass
             self._reentrant = True
-        self._train_rows += row_count(reading.x)
+        self._train_rows += n_rows(reading.x)
         if self._reentrant:
             self._pending = None  # the same region's first pass
         self._resolve_pending()
@@ -240,10 +239,10 @@ class ModuleProbe:
 
     def _on_no_grad_call(self, reading: Reading) -> None:
         x = reading.x
-        n_rows = row_count(x)
+        rows = n_rows(x)
         if x.dim() >= 3 and x.shape[-2] == 1:
             self._clock.n_decodes += 1
-            self._rollout_rows += self._undecided_rows + n_rows
+            self._rollout_rows += self._undecided_rows + rows
             self._undecided_rows = 0
             if self._pending is not None and not self._rollout_done:
                 self._join_decode_step(self._pending, reading)
@@ -252,7 +251,7 @@ class ModuleProbe:
         if self._train_seen:
             return
         self._resolve_pending()
-        self._undecided_rows = n_rows
+        self._undecided_rows = rows
         self._pending_decodes = self._clock.n_decodes
         if not (self._rollout_done and self._eval_done):
             self._pending = self._snapshot(reading, Phase.EVAL)
@@ -287,7 +286,7 @@ class ModuleProbe:
             self._send(snapshot)
 
     def _on_serving_call(self, reading: Reading) -> None:
-        self._rollout_rows += row_count(reading.x)
+        self._rollout_rows += n_rows(reading.x)
         if self._rollout_done:
             return
         self._rollout_done = True
@@ -313,13 +312,14 @@ class ModuleProbe:
                 return None
             self._weights[phase is Phase.TRAIN] = weight
             self.withheld = reading.withheld
-            moment = Moment(
-                self.name, phase.value, self._clock.step, max(self._clock.micro_step, 0), time_ns=time.time_ns()
-            )
-            return copy_call(
+            return snapshot_of(
                 reading,
                 weight,
-                moment,
+                module=self.name,
+                phase=phase,
+                step=self._clock.step,
+                micro_step=max(self._clock.micro_step, 0),
+                seed=seed,
                 max_rows=self._max_rows,
                 with_operands=self._with_operands(phase),
                 with_weights=self._clock.with_weights,

@@ -16,7 +16,6 @@ import torch
 from mxprobe.measuring.operands.stack import Stack
 from mxprobe.measuring.recipes import (
     EXACT_FRAC,
-    NONE,
     OUTPUT_ENERGIES,
     RULES,
     Call,
@@ -26,6 +25,7 @@ from mxprobe.measuring.recipes import (
     quantize,
     words_of,
 )
+from mxprobe_kernels.recipe_grammar import NONE
 
 EVENT = "experts"
 EXPLAINED_AT_MOST = 8

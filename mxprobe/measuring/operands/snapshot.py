@@ -4,7 +4,7 @@ R = rows (tokens, flattened over batch and sequence), K = in features, O = out f
 
 Where rows are sampled there are two samples, one behind the other: whole 32-token tiles, for the products whose blocks
 run along tokens, and single rows, the largest always among them, for all else (`mxprobe.measuring.sampling`). The
-single rows of G are those of its own largest, not of X's. `mxprobe.measuring.operands.copies` takes the copies.
+single rows of G are those of its own largest, not of X's. `mxprobe.measuring.operands.copying` takes the copies.
 """
 
 from __future__ import annotations

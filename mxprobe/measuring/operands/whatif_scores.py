@@ -10,7 +10,7 @@ import mxprobe_kernels
 from mxprobe.measuring.operands import pieces
 from mxprobe.measuring.operands.operand import Measured, Row, part_of
 from mxprobe.measuring.products import product
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.recipe_grammar import Correction
 
 _SUMS = ("sum_e2", "sum_e2_on_d", "out_e2", "out_zeroed2")
 
