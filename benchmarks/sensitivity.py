@@ -35,7 +35,7 @@ from mxprobe.measuring.replay.arms import DEFAULT_ARMS, FORWARD_ROLES, arm_produ
 from mxprobe.measuring.replay.backward import WeightGradients
 from mxprobe.measuring.replay.call import capture, forward, replayed
 from mxprobe.measuring.replay.gradient_probes import ROLES, probe_gradients
-from mxprobe.measuring.replay.linears import Intercept
+from mxprobe.measuring.replay.linears import intercepted
 from mxprobe.measuring.replay.policy import PolicyGradient
 from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, measure_sensitivity
 from mxprobe.trace import open_trace
@@ -138,7 +138,7 @@ def wider(calls: list[Any], modules: Any) -> None:
     operands = {(module, role) for module, role, _ in found}
     own = sum(found[(*key, "mxfp8")] for key in operands)
     by_output = 0.0
-    with replayed(calls[0], gradient=True), Intercept(modules, record=modules) as intercept:
+    with replayed(calls[0], gradient=True), intercepted(modules, record=modules) as intercept:
         forward(calls[0])
     for recorded in intercept.calls:
         assert recorded.x is not None

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from mxprobe.measuring.adapters.identity import note_stage
 from mxprobe.measuring.adapters.master import is_stepped_by
+from mxprobe.measuring.compat import caller_frame
 
 _GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
@@ -49,7 +50,7 @@ class RootWatch:
             seen = self.with_grad if torch.is_grad_enabled() else self.without_grad
             seen[id(module)] = module
             try:
-                note_stage(module, sys._getframe().f_back)  # pyright: ignore[reportPrivateUsage]
+                note_stage(module, caller_frame())
             except Exception as error:
                 self._swallow("looking for a pipeline stage", error)
             if self.on_enter is not None:

@@ -52,14 +52,14 @@ from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
 from mxprobe.measuring.adapters.expert_numbers import first_experts
-from mxprobe.measuring.adapters.inventory import COMPILED, Entry, is_compiled, not_to_be_hooked, take_inventory
+from mxprobe.measuring.adapters.inventory import COMPILED, Entry, not_to_be_hooked, take_inventory
 from mxprobe.measuring.adapters.inventory import misfits as find_misfits
 from mxprobe.measuring.adapters.master import is_stepped_by
 from mxprobe.measuring.adapters.structure import is_router
 from mxprobe.measuring.adapters.table import adapter_of
 from mxprobe.measuring.adapters.token_groups import token_group
+from mxprobe.measuring.compat import in_backward, is_compiled
 from mxprobe.measuring.engines.layouts import HeldWeight, weights_of
-from mxprobe.measuring.isolation import in_backward
 from mxprobe.measuring.operands.bare_weights import copy_weights
 from mxprobe.measuring.versions.weight_history import RECENT, copy_versions
 from mxprobe.protocol import AgentConfig

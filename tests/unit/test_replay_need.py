@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.agent import allocator, guard
+from mxprobe.agent import allocator
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import RESERVED, DeviceMemory
 from mxprobe.agent.parts.replays import Replays
 from mxprobe.agent.replay_allowance import shapes_of
-from mxprobe.measuring.replay import call as calls
+from mxprobe.measuring import compat
 from mxprobe.measuring.replay.arms import replay_arms
 from mxprobe.measuring.replay.call import capture
 from mxprobe.measuring.replay.gradient_probes import probe_gradients
@@ -43,8 +44,7 @@ def all_linears(model: nn.Module) -> dict[str, nn.Linear]:
 def test_no_replay_holds_more_than_its_need(
     monkeypatch: pytest.MonkeyPatch, width: int, n_layers: int, vocabulary: int, n_samples: int, dtype: torch.dtype
 ):
-    for module in (guard, calls):  # a replay leaves the user's modes, and would leave the count
-        monkeypatch.setattr(module, "leave_dispatch_modes", lambda: None)
+    monkeypatch.setattr(compat, "without_dispatch_modes", nullcontext)  # it would leave the count
     model, ids = model_of(width, n_layers, vocabulary, dtype), small_lm.batch(n_samples, 0)
     linears, call = all_linears(model), capture(model, (), {"input_ids": ids})
     logits = model(ids)

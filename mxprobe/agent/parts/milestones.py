@@ -22,6 +22,7 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
 from mxprobe.agent.taps.values import scalar
+from mxprobe.measuring.compat import has_state_hooks
 
 SAVED, LOADED, RESUME, LEARNING_RATE = "checkpoint_saved", "checkpoint_loaded", "resume", "learning_rate"
 MOVED = 0.1
@@ -102,7 +103,7 @@ class Milestones:
         handles: list[Any] = [self]
         for root in roots:
             handles.append(root.register_load_state_dict_post_hook(self._on_weights))
-        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper's class may not have called torch's
+        if has_state_hooks(optimizer):
             handles.append(optimizer.register_load_state_dict_post_hook(self._on_optimizer_state))
         return handles
 

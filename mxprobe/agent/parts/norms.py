@@ -21,7 +21,8 @@ from torch import nn
 from mxprobe.agent.guard import Guard
 from mxprobe.measuring.adapters.inventory import not_to_be_hooked
 from mxprobe.measuring.adapters.module_names import named_modules
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.compat import in_backward
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.versions.weight_noise import NormWeights
 from mxprobe.schema import Phase

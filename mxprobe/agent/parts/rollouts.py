@@ -20,12 +20,12 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.compat import in_backward
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.operands.weights import effective_weight
-from mxprobe.measuring.replay.paths import layer_rows
 from mxprobe.measuring.replay.policy import find_policy
-from mxprobe.measuring.replay.residuals import Difference
+from mxprobe.measuring.replay.residuals import LayerDifference, layer_rows
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.tokens.batch import Batch
 from mxprobe.measuring.tokens.flips import Flips
@@ -53,7 +53,7 @@ class Measurement:
         generation: Generation,
         scored: Sequence[Scored],
         step: int,
-        streams: Sequence[tuple[str, int, Difference, float]] = (),
+        streams: Sequence[LayerDifference] = (),
         flips: Flips | None = None,
     ) -> None:
         self.device = generation.prompt.device
@@ -70,7 +70,8 @@ class Measurement:
         if generation.unaltered is not None and not bool(generation.unaltered):
             tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
             return []
-        layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
+        found = [row for row in layer_rows(self._streams) if row["median_frac"] == row["median_frac"]]
+        layers = [("layers", {**when, "micro_step": 0, **row}) for row in found]  # without those of no token
         return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
 
     def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:

@@ -19,7 +19,8 @@ from typing import Any, Callable, NamedTuple
 from torch import nn
 
 from mxprobe.agent.stepping import between_steps
-from mxprobe.measuring.adapters.inventory import has_fused_path, is_compiled
+from mxprobe.measuring.adapters.inventory import has_fused_path
+from mxprobe.measuring.compat import is_compiled
 
 Answer = dict[str, Any]
 _HOOK_PATIENCE_S = 10.0

@@ -31,7 +31,8 @@ from mxprobe.agent.guard import Guard
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.placement import Placement
 from mxprobe.measuring.adapters.table import adapter_of
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.compat import base_of, in_backward
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.extent import Extent, element_bytes
 from mxprobe.measuring.operands.snapshot import Chosen, Snapshot, choose_rows, choose_tiles, copied_outputs
 from mxprobe.measuring.operands.weights import WeightSample, sample_weight
@@ -392,7 +393,7 @@ def own_tensor(output: torch.Tensor) -> torch.Tensor:
 
     A view of a part of something larger is returned as it is.
     """
-    base = output._base  # pyright: ignore[reportPrivateUsage]
+    base = base_of(output)
     if base is None or base.grad_fn is None or base.numel() != output.numel() or not is_plain(base):
         return output
     return base if base.is_contiguous() and output.is_contiguous() else output

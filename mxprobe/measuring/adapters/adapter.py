@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.placement import WHOLE, Placement
+from mxprobe.measuring.compat import own_parts
 from mxprobe.measuring.isolation import is_plain
 
 MISFIT = "adapter does not fit"
@@ -94,16 +95,18 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
+_KINDS = ("_parameters", "_buffers", "_modules")
+
+
 def has(module: nn.Module, name: str) -> bool:
     """Whether the module holds something of that name, without running a property of its class."""
-    held = vars(module)
-    return name in held or any(name in held.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+    return name in vars(module) or any(name in own_parts(module, kind) for kind in _KINDS)
 
 
 def held(module: nn.Module, name: str, default: Any = None) -> Any:
     """What the module itself holds under a name; no property of a foreign class is run."""
-    for kind in ("_parameters", "_buffers", "_modules"):
-        inside = vars(module).get(kind, {})
+    for kind in _KINDS:
+        inside = own_parts(module, kind)
         if name in inside:
             return inside[name]
     return vars(module).get(name, default)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import held
+from mxprobe.measuring.compat import frames_from
 
 _PIPELINING = "torch.distributed.pipelining"
 _MAX_FRAMES = 12
@@ -43,16 +45,13 @@ def note_stage(root: nn.Module, frame: FrameType | None) -> None:
     """Remember which pipeline stage has just called the model, as its caller's frames say."""
     if _PIPELINING not in sys.modules or root in _stages:
         return
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return
-        if frame.f_globals.get("__name__", "").startswith(_PIPELINING):
-            stage: Any = frame.f_locals.get("self")
+    for above in islice(frames_from(frame), _MAX_FRAMES):
+        if above.f_globals.get("__name__", "").startswith(_PIPELINING):
+            stage: Any = above.f_locals.get("self")
             held_by = vars(stage) if hasattr(type(stage), "forward_one_chunk") else {}
             if held_by.get("submod") is root:
                 _stages[root] = Stage(int(held_by["stage_index"]), int(held_by["num_stages"]))
                 return
-        frame = frame.f_back
 
 
 class Identity:

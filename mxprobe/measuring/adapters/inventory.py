@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from mxprobe.measuring.adapters.adapter import MISFIT, Adapter
 from mxprobe.measuring.adapters.module_names import named_modules
 from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.compat import is_compiled, own_parts
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 
 
@@ -73,7 +74,7 @@ def _unmeasured(name: str, module: nn.Module, matrices: list[Any], obstacle: str
 
 def _unread(name: str, module: nn.Module, error: Exception) -> Entry:
     """Of a module that its adapter stumbled over."""
-    matrices = [p for p in vars(module)["_parameters"].values() if p is not None and p.dim() >= 2]
+    matrices = [p for p in own_parts(module, "_parameters").values() if p is not None and p.dim() >= 2]
     why = f"{MISFIT} {type(module).__name__}: {type(error).__name__}"
     return _unmeasured(name, module, matrices, why, has_adapter=True)
 
@@ -121,10 +122,6 @@ def _below(roots: list[nn.Module], is_top: Callable[[nn.Module], bool]) -> set[i
 def not_to_be_hooked(roots: list[nn.Module]) -> set[int]:
     """ids of the modules on which a forward hook never fires, or changes what is computed."""
     return _below(roots, is_compiled) | _below(roots, has_fused_path)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def has_fused_path(module: nn.Module) -> bool:

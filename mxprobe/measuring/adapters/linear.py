@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from mxprobe.measuring.adapters.adapter import Adapter, Reading, Unread, first_argument, held, unreadable
+from mxprobe.measuring.compat import own_parts
 from mxprobe.measuring.isolation import is_plain
 
 
@@ -58,7 +59,7 @@ def effective_weight(module: nn.Module) -> Any:
     spectral norm yields the weight of the forward that has just run.
     """
     if not is_parametrized(module, "weight"):
-        return held(module, "weight") if "weight" in vars(module)["_parameters"] else module.weight
+        return held(module, "weight") if "weight" in own_parts(module, "_parameters") else module.weight
     chain: Any = module.parametrizations.weight  # pyright: ignore[reportAttributeAccessIssue]
     steps: list[Any] = [copy.deepcopy(step).eval() for step in chain]
     originals = [p for name, p in chain.named_parameters(recurse=False) if name.startswith("original")]

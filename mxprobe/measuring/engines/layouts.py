@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import held
+from mxprobe.measuring.compat import own_parts
 from mxprobe.measuring.engines.parts import CERTAIN, Part, parts_of
 from mxprobe.measuring.engines.shuffles import (
     AS_LOADED,
@@ -79,7 +80,7 @@ class NotComparable(NamedTuple):
 def weights_of(root: nn.Module) -> Iterator[HeldWeight | NotComparable]:
     """Every weight that a GEMM of the model multiplies by, as far as the table knows its layout."""
     for name, module in root.named_modules():
-        parameters = {n: p for n, p in vars(module)["_parameters"].items() if p is not None and p.dim() >= 2}
+        parameters = {n: p for n, p in own_parts(module, "_parameters").items() if p is not None and p.dim() >= 2}
         if not parameters or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         numbers = _numbers(module)

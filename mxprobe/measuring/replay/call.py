@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.measuring.isolation import is_plain, leave_dispatch_modes, undisturbed
+from mxprobe.measuring import compat
+from mxprobe.measuring.isolation import is_plain, undisturbed
+from mxprobe.measuring.replay.policy import TOKEN_ARGUMENT, PolicyOutput, find_policy, given_tokens
 from mxprobe.measuring.replay.preserve import RandomState, preserved
-from mxprobe.measuring.replay.sharded import NotWholeError, WholeParameters, is_sharded
+from mxprobe.measuring.replay.refusal import NotReplayableError
+from mxprobe.measuring.replay.sharded import WholeParameters, is_sharded
 
 MAX_ARGUMENT_BYTES = 1 << 30
 """Arguments larger than this are not copied: they are no token ids."""
 
 _PLAIN_VALUES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 _SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineStage")
-
-
-class NotReplayableError(Exception):
-    """The call, or its model, cannot be run again without a risk to the run. `str()` says why, for the trace."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,10 @@ class Call:
         index = names.index(name) if name in names else len(self.args)
         return self.args[index] if index < len(self.args) else None
 
+    def tokens(self, shape: torch.Size) -> torch.Tensor | None:
+        """Return the token that follows each position of logits of that shape, as `given_tokens` does."""
+        return given_tokens(self.argument(TOKEN_ARGUMENT), shape)
+
 
 def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Copy a call of `root` that is about to run. NotReplayableError says why it cannot be.
@@ -64,7 +67,7 @@ def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Dispatches copies to the device and does not wait for them.
     """
     module = replay_target(root)
-    whole = _whole_parameters(module)
+    whole = WholeParameters(module) if any(is_sharded(inner) for inner in module.modules()) else None
     device_type = next((p.device for p in module.parameters()), torch.device("cpu")).type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     budget = _Budget()
@@ -72,15 +75,6 @@ def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         copied_args = tuple(budget.copy(value, f"argument {index}") for index, value in enumerate(args))
         copied_kwargs = {name: budget.copy(value, name) for name, value in kwargs.items()}
     return Call(module, copied_args, copied_kwargs, RandomState.now(module), device_type, autocast, whole)
-
-
-def _whole_parameters(module: nn.Module) -> WholeParameters | None:
-    if not any(is_sharded(inner) for inner in module.modules()):
-        return None
-    try:
-        return WholeParameters(module)
-    except NotWholeError as error:
-        raise NotReplayableError(str(error)) from None
 
 
 def replay_target(root: nn.Module) -> nn.Module:
@@ -97,8 +91,8 @@ def replay_target(root: nn.Module) -> nn.Module:
             "fully_shard, so that its forward may communicate"
         )
     while type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        inner: Any = module._orig_mod if type(module).__name__ == "OptimizedModule" else module.module
-        module = inner
+        inner: Any = module
+        module = compat.compiled_module(inner) if type(inner).__name__ == "OptimizedModule" else inner.module
     for inner in module.modules():
         names = {cls.__name__ for cls in type(inner).__mro__}
         if names & set(_SHARDED):
@@ -167,29 +161,26 @@ def replayed(call: Call, *, gradient: bool) -> Generator[None, None, None]:
 
     The same dropout as in training, autocast as it was, no mode of the user's. Within, `forward` runs the call.
     """
-    leave_modes = leave_dispatch_modes()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(gradient))
-        if leave_modes is not None:
-            stack.enter_context(leave_modes())
+        stack.enter_context(compat.without_dispatch_modes())
         dtype = call.autocast_dtype
         stack.enter_context(torch.autocast(call.device_type, dtype, enabled=dtype is not None, cache_enabled=False))
         if call.whole is not None:
-            stack.enter_context(_whole(call.whole))
+            stack.enter_context(call.whole.in_place())
         stack.enter_context(preserved(call.module, call.random))
         yield
-
-
-@contextmanager
-def _whole(parameters: WholeParameters) -> Generator[None, None, None]:
-    try:
-        with parameters.in_place():
-            yield
-    except NotWholeError as error:
-        raise NotReplayableError(str(error)) from None
 
 
 def forward(call: Call) -> Any:
     """Run the call; only inside `replayed`. The module's own hooks are left out: what they changed is in the copy."""
     return call.module.forward(*call.args, **call.kwargs)
+
+
+def forward_policy(call: Call) -> PolicyOutput:
+    """Run the call as `forward` does and return its policy; NotReplayableError where it returns none."""
+    policy = find_policy(forward(call))
+    if policy is None:
+        raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
+    return policy

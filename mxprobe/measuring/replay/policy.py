@@ -39,6 +39,11 @@ class PolicyOutput(NamedTuple):
         assert tensor is not None  # one of them is there
         return tensor
 
+    def counted(self, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return float32 [B, T]: 1 where the position counts, by the model's own mask or else by `mask`."""
+        read = mask if self.label_mask is None else self.label_mask
+        return torch.ones(self.tensor.shape[:2], device=self.tensor.device) if read is None else read.float()
+
     def detached(self) -> PolicyOutput:
         """The same values without the graph that made them."""
         return PolicyOutput(*(None if value is None else value.detach() for value in self))

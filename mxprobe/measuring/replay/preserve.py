@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxprobe.measuring.compat import own_parts, version_of
+
 MAX_BUFFER_BYTES = 1 << 28
 """Larger buffers (quantized weights held as such) are not copied; a change that shows in their version is an error."""
 
@@ -86,17 +88,17 @@ class _Kept:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._attributes = dict(vars(module))
-        self._registered: dict[str, Any] = dict(vars(module)["_buffers"])
+        self._registered: dict[str, Any] = dict(own_parts(module, "_buffers"))
         self._buffers: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
         with torch.no_grad():
             for name, buffer in self._registered.items():
                 if buffer is not None:
                     small = buffer.numel() * buffer.element_size() <= MAX_BUFFER_BYTES
-                    self._buffers.append((name, buffer, buffer._version, buffer.clone() if small else None))
+                    self._buffers.append((name, buffer, version_of(buffer), buffer.clone() if small else None))
 
     def put_back(self) -> list[str]:
         """Returns the names of buffers that were changed and could not be put back."""
-        attributes, registered = vars(self._module), vars(self._module)["_buffers"]
+        attributes, registered = vars(self._module), own_parts(self._module, "_buffers")
         for name in [name for name in attributes if name not in self._attributes]:
             del attributes[name]
         for name, value in self._attributes.items():
@@ -112,6 +114,6 @@ class _Kept:
             for name, buffer, version, copy in self._buffers:
                 if copy is not None:
                     buffer.data.copy_(copy)  # `data`: a graph of the user's that saved the buffer stays valid
-                elif buffer._version != version:
+                elif version_of(buffer) != version:
                     lost.append(name)
         return lost

@@ -1,4 +1,4 @@
-"""Sketches of the residual stream: what leaves each block of a model, projected to a few numbers per token.
+"""StreamSketches of the residual stream: what leaves each block of a model, projected to a few numbers per token.
 
     s = h R / sqrt(k)        R [H, k] of random signs, the same for every block, run and machine
     E |s|^2 = |h|^2          so |s_a - s_b|^2 / |s_a|^2 estimates the relative difference of two streams
@@ -8,7 +8,8 @@ H = hidden size, k = `SKETCH`, n = tokens. One token's ratio is good to about sq
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +17,20 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.measuring.isolation import is_plain
+from mxprobe.measuring.replay.linears import hooked
 
 SKETCH = 32
 MAX_TOKENS = 1024
-"""Of one forward; the first ones."""
+"""Tokens of one forward that are projected, the first ones."""
 _SEED = 0x6D78
+GENERATION_TRAINING = "generation_training"
+"""Comparison of the stream in generation with that in training."""
+
+Row = dict[str, Any]
 
 
 class Difference(NamedTuple):
-    """Of two sketches of the same tokens; on their device."""
+    """How two sketches of the same tokens differ: float64 [] each, on their device."""
 
     n_tokens: int
     ref2: torch.Tensor
@@ -35,8 +41,38 @@ class Difference(NamedTuple):
     """Median over tokens of |s_a - s_b|^2 / |s_a|^2: a value that ties sends to another code moves few tokens."""
 
 
+class LayerDifference(NamedTuple):
+    """A row of table `layers` to be: how one layer's output differs between two runs."""
+
+    layer: str
+    depth: int
+    comparison: str
+    difference: Difference
+    eps: float
+    """Machine epsilon of the coarser dtype."""
+
+
+def layer_rows(found: Iterable[LayerDifference]) -> list[Row]:
+    """Return rows of table `layers` without when; one copy from the device, which waits for it."""
+    found = list(found)
+    if not found:
+        return []
+    sums = torch.stack([torch.stack(each.difference[1:]).cpu() for each in found]).tolist()
+    return [
+        {
+            "layer": each.layer,
+            "depth": each.depth,
+            "comparison": each.comparison,
+            "n_tokens": each.difference.n_tokens,
+            **dict(zip(("ref2", "diff2", "median_frac"), values)),
+            "eps": each.eps,
+        }
+        for each, values in zip(found, sums)
+    ]
+
+
 def blocks_of(root: nn.Module) -> dict[str, nn.Module]:
-    """The blocks in order, by name: the members of the longest ModuleList that is not within another's member."""
+    """Return the blocks in order, by name: the members of the longest ModuleList that no other one contains."""
     lists = [(name, module) for name, module in root.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [each for each in lists if not any(each[0].startswith(f"{name}.") for name, _ in lists)]
     if not outer:
@@ -46,19 +82,19 @@ def blocks_of(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def stream_of(output: Any) -> torch.Tensor | None:
-    """The residual stream [B, T, H] in what a block returns; None where there is none."""
+    """Return the residual stream [B, T, H] in what a block returns; None where there is none."""
     stream: Any = output[0] if isinstance(output, (tuple, list)) and output else output
     return stream if is_plain(stream) and stream.dim() == 3 and stream.is_floating_point() else None
 
 
 def projected(rows: torch.Tensor) -> torch.Tensor:
-    """[..., H] -> float64 [..., k]; the signs are hashes, the same on every machine."""
+    """Project [..., H] to float64 [..., k]; the signs are hashes, the same on every machine."""
     columns = rows.detach().reshape(-1, rows.shape[-1]).T
     return (mxprobe_kernels.row_sketch(columns, SKETCH, seed=_SEED).T / SKETCH**0.5).reshape(*rows.shape[:-1], SKETCH)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, found: torch.Tensor | None = None) -> Difference:
-    """Sketches [n, k] of the same tokens; `found` bool [n] leaves tokens out without waiting for the device."""
+    """Compare sketches [n, k] of the same tokens; `found` bool [n] leaves tokens out without waiting for the device."""
     ref2, diff2 = a.square().sum(-1), (a - b).square().sum(-1)
     frac = diff2 / ref2.clamp(min=torch.finfo(torch.float64).tiny)
     if found is not None:
@@ -67,34 +103,26 @@ def difference(a: torch.Tensor, b: torch.Tensor, found: torch.Tensor | None = No
     return Difference(len(a), ref2.sum(), diff2.sum(), frac.nanmedian())
 
 
-class Residuals:
-    """Context manager: `sketches` holds float64 [n, k] per block that returned a stream [B, T, H] within.
+class StreamSketches:
+    """float64 [n, k] per block that returned a stream [B, T, H]; a block that is called again counts once."""
 
-    A block that is called again counts once, its first call.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self.sketches: dict[str, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self.of: dict[str, torch.Tensor] = {}
         self.dtype = torch.float32
-        """Of the stream, once seen."""
-        self._blocks = blocks_of(root)
-        self._handles: list[Any] = []
+        """dtype of the stream, once seen."""
 
-    def __enter__(self) -> Residuals:
-        for name, block in self._blocks.items():
-            self._handles.append(block.register_forward_hook(lambda m, a, out, name=name: self._take(name, out)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _take(self, name: str, output: Any) -> None:
+    def take(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stream = stream_of(output)
-        if name in self.sketches or stream is None:
+        if name in self.of or stream is None:
             return
         self.dtype = stream.dtype
         with torch.no_grad():
-            self.sketches[name] = projected(stream.reshape(-1, stream.shape[-1])[:MAX_TOKENS])
+            self.of[name] = projected(stream.reshape(-1, stream.shape[-1])[:MAX_TOKENS])
+
+
+@contextmanager
+def sketched(root: nn.Module) -> Generator[StreamSketches]:
+    """Sketch what leaves each block in the forwards inside."""
+    sketches = StreamSketches()
+    with hooked(blocks_of(root), sketches.take):
+        yield sketches

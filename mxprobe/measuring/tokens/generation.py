@@ -6,11 +6,12 @@ nothing is waited for.
 
 from __future__ import annotations
 
-import sys
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from mxprobe.measuring.compat import caller_frame, frames_from, generation_config
 from mxprobe_kernels.policy import TokenStatistics, token_statistics
 
 MAX_SEQUENCES = 32
@@ -18,7 +19,6 @@ DENSE_POSITIONS = 32
 """So many first positions of a completion are measured; later on every second, fourth, ...: 16 in each octave."""
 
 _MAX_FRAMES = 64
-_GENERATING = ("_sample", "generate")
 
 
 class Sampling(NamedTuple):
@@ -50,14 +50,10 @@ def sampling_in_progress() -> Sampling | str:
 
     Read from its frame: the object that a trainer hands to `generate` is stored on no module.
     """
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    for _ in range(_MAX_FRAMES):
-        code = frame.f_code
-        if code.co_name in _GENERATING and "generation_config" in code.co_varnames:
-            return _read(frame.f_locals.get("generation_config"))
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    for frame in islice(frames_from(caller_frame()), _MAX_FRAMES):
+        is_generating, config = generation_config(frame)
+        if is_generating:
+            return _read(config)
     return "generation is not by transformers' generate(), so its temperature is not known"
 
 
