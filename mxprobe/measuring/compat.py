@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 TRANSFORMERS_SAMPLERS = ("_sample", "generate")
-"""Functions of transformers 4.57 to 5.24 that hold a local variable `generation_config` while they generate."""
+"""Functions of transformers 5.24 that hold a local variable `generation_config` while they generate."""
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context without the user's dispatch modes. Tried on torch 2.6 to 2.13; where missing, they stay on."""
+    """Return a context without the user's dispatch modes. Tried on torch 2.6 and 2.13; where missing, they stay on."""
     from torch.utils import _python_dispatch
 
     leave = getattr(_python_dispatch, "_disable_current_modes", None)
@@ -29,7 +29,7 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Return a context that calls no function mode. Tried on torch 2.6 to 2.13; where missing, it does nothing."""
+    """Return a context that calls no function mode. Tried on torch 2.6 and 2.13; where missing, it does nothing."""
     disable = getattr(torch._C, "DisableTorchFunction", None)  # pyright: ignore[reportPrivateUsage]
     return nullcontext() if disable is None else disable()
 
@@ -37,7 +37,7 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def take_off_function_mode(mode: Any) -> None:
     """Take a function mode off this thread's stack and leave those above it on.
 
-    Tried on torch 2.6 to 2.13; where the stack cannot be reached, AttributeError is raised and the mode stays on.
+    Tried on torch 2.6 and 2.13; where the stack cannot be reached, AttributeError is raised and the mode stays on.
     """
     from torch import overrides
 
@@ -55,7 +55,7 @@ def take_off_function_mode(mode: Any) -> None:
 def in_backward() -> bool:
     """Say whether this thread runs a backward pass: a forward there is the recomputation of a checkpointed region.
 
-    Tried on torch 2.6 to 2.13; where missing, the answer is no.
+    Tried on torch 2.6 and 2.13; where missing, the answer is no.
     """
     task = getattr(torch._C, "_current_graph_task_id", None)  # pyright: ignore[reportPrivateUsage]
     return task is not None and task() != -1
@@ -64,21 +64,21 @@ def in_backward() -> bool:
 def is_transformed() -> bool:
     """Say whether a functorch transform (`vmap`, `grad`) is under way.
 
-    Tried on torch 2.6 to 2.13; where missing, the answer is no.
+    Tried on torch 2.6 and 2.13; where missing, the answer is no.
     """
     functorch = getattr(torch._C, "_functorch", None)  # pyright: ignore[reportPrivateUsage]
     return functorch is not None and functorch.peek_interpreter_stack() is not None
 
 
 def is_traced() -> bool:
-    """Say whether `torch.jit` traces. It is public and not exported; tried on torch 2.6 to 2.13, where it exists."""
+    """Say whether `torch.jit` traces. It is public and not exported; tried on torch 2.6 and 2.13, where it exists."""
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_checkpointed() -> bool:
     """Say whether the forward under way stands in a region that `torch.utils.checkpoint` will run again.
 
-    Tried on torch 2.6 to 2.13; where missing, the answer is no.
+    Tried on torch 2.13; torch 2.6 lacks it, and the answer there is no.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
     hooks = None if top is None else top(True)
@@ -86,25 +86,25 @@ def is_checkpointed() -> bool:
 
 
 def base_of(view: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that `view` is a view of, None for no view. Tried on torch 2.6 to 2.13; where missing, None."""
+    """Return the tensor that `view` is a view of, or None. Tried on torch 2.6 and 2.13; where missing, None."""
     return getattr(view, "_base", None)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place. Tried on torch 2.6 to 2.13; where missing, 0."""
+    """Return how often a tensor was changed in place. Tried on torch 2.6 and 2.13; where missing, 0."""
     return getattr(tensor, "_version", 0)
 
 
 def local_shard(tensor: Any) -> Any:
     """Return a DTensor's part on this rank, and anything else as it is.
 
-    Tried on torch 2.6 to 2.13; where missing, the DTensor itself, which then counts as unreadable.
+    Tried on torch 2.6 and 2.13; where missing, the DTensor itself, which then counts as unreadable.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the 2-norm of each tensor, in one launch. Tried on torch 2.6 to 2.13; where missing, one by one."""
+    """Return the 2-norm of each tensor, in one launch. Tried on torch 2.6 and 2.13; where missing, one by one."""
     many = getattr(torch, "_foreach_norm", None)
     if many is None:
         return [torch.linalg.vector_norm(each, dtype=dtype) for each in tensors]
@@ -114,7 +114,7 @@ def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tens
 def backward_node_class(function: type[torch.autograd.Function]) -> type:
     """Return the class of the graph nodes that a Python-defined function makes.
 
-    Tried on torch 2.6 to 2.13; where missing, a class that no node has: the function then counts as foreign.
+    Tried on torch 2.6 and 2.13; where missing, a class that no node has: the function then counts as foreign.
     """
     return getattr(function, "_backward_cls", type("NoNode", (), {}))
 
@@ -122,7 +122,7 @@ def backward_node_class(function: type[torch.autograd.Function]) -> type:
 def own_parts(module: nn.Module, kind: str) -> Any:
     """Return a module's own `_parameters`, `_buffers`, `_modules` or hooks: the dictionary itself.
 
-    No property of a foreign class is run. Tried on torch 2.6 to 2.13; where missing, an empty dictionary.
+    No property of a foreign class is run. Tried on torch 2.6 and 2.13; where missing, an empty dictionary.
     """
     return vars(module).get(kind, {})
 
@@ -130,20 +130,20 @@ def own_parts(module: nn.Module, kind: str) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Say whether the module's forward runs inside `torch.compile`.
 
-    Tried on torch 2.6 to 2.13; where the marks are missing, the answer is no and its hooks are found not to fire.
+    Tried on torch 2.6 and 2.13; where the marks are missing, the answer is no and its hooks are found not to fire.
     """
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def compiled_module(module: Any) -> nn.Module:
-    """Return the module inside an `OptimizedModule`. Tried on torch 2.6 to 2.13; where missing, AttributeError."""
+    """Return the module inside an `OptimizedModule`. Tried on torch 2.6 and 2.13; where missing, AttributeError."""
     return module._orig_mod
 
 
 def fsdp_policy(hook: Any) -> Any:
     """Return FSDP2's mixed-precision policy where the hook is a method of its state, or wraps one; else None.
 
-    Tried on torch 2.6 to 2.13; where missing, None, and a sharded model is not replayed.
+    Tried on torch 2.6 and 2.13; where missing, None, and a sharded model is not replayed.
     """
     while hook is not None:
         owner = getattr(hook, "__self__", None)
@@ -156,7 +156,7 @@ def fsdp_policy(hook: Any) -> Any:
 def has_state_hooks(optimizer: Any) -> bool:
     """Say whether an optimizer takes hooks on its state: a wrapper's class may not have called torch's.
 
-    Tried on torch 2.6 to 2.13; where missing, the answer is no and loaded optimizer states are not told of.
+    Tried on torch 2.6 and 2.13; where missing, the answer is no and loaded optimizer states are not told of.
     """
     return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
 
@@ -164,7 +164,7 @@ def has_state_hooks(optimizer: Any) -> bool:
 def is_stepping(frame: FrameType | None) -> bool:
     """Say whether a thread with this top frame is inside `Optimizer.step`, by torch's wrapper around it.
 
-    Tried on torch 2.6 to 2.13; where the wrapper has another name, the answer is no.
+    Tried on torch 2.6 and 2.13; where the wrapper has another name, the answer is no.
     """
     step_file = sys.modules["torch.optim.optimizer"].__file__
     return any(f.f_code.co_name == "wrapper" and f.f_code.co_filename == step_file for f in frames_from(frame))
@@ -178,13 +178,13 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def caller_frame() -> FrameType | None:
-    """Return the frame of the function that called the caller. Tried on CPython 3.9 to 3.13; where missing, None."""
+    """Return the frame of the function that called the caller. Tried on CPython 3.9 and 3.11; where missing, None."""
     current = getattr(sys, "_getframe", None)
     return None if current is None else current(2)
 
 
 def top_frames() -> list[FrameType]:
-    """Return the top frame of every thread. Tried on CPython 3.9 to 3.13; where missing, none.
+    """Return the top frame of every thread. Tried on CPython 3.9 and 3.11; where missing, none.
 
     Up to CPython 3.11.7, a garbage collection inside `sys._current_frames` that frees a `threading.local` waits for
     a lock which that call holds: the process hangs. So none may begin there.
@@ -192,7 +192,7 @@ def top_frames() -> list[FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return list(sys._current_frames().values())  # pyright: ignore[reportPrivateUsage]
+        return list(getattr(sys, "_current_frames", dict)().values())
     finally:
         if collects:
             gc.enable()
@@ -201,7 +201,7 @@ def top_frames() -> list[FrameType]:
 def generation_config(frame: FrameType) -> tuple[bool, Any]:
     """Say whether a frame is transformers' `generate` or `_sample`, and return the configuration it holds.
 
-    Tried on transformers 4.57 to 5.24; under other names, no generation is recognised.
+    Tried on transformers 5.24; under other names, no generation is recognised.
     """
     code = frame.f_code
     if code.co_name not in TRANSFORMERS_SAMPLERS or "generation_config" not in code.co_varnames:
