@@ -75,13 +75,12 @@ class Splice:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.active or _inside.get() or not self._hear(args, kwargs):
-                return original(*args, **kwargs)
-            _inside.set(True)
+            is_outermost = self._hear(args, kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                _inside.set(False)
+                if is_outermost:
+                    _inside.set(False)
 
         return wrapper
 
@@ -90,18 +89,23 @@ class Splice:
 
         @functools.wraps(original)
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.active or _inside.get() or not self._hear(args, kwargs):
-                return await original(*args, **kwargs)
-            _inside.set(True)
+            is_outermost = self._hear(args, kwargs)
             try:
                 return await original(*args, **kwargs)
             finally:
-                _inside.set(False)
+                if is_outermost:
+                    _inside.set(False)
 
         return wrapper
 
     def _hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._listen(self.tap, {**dict(zip(self._positional, args)), **kwargs})
+        """Listen to the outermost call that is understood; those inside it are then silent."""
+        if not self.active or _inside.get():
+            return False
+        is_outermost = self._listen(self.tap, {**dict(zip(self._positional, args)), **kwargs})
+        if is_outermost:
+            _inside.set(True)
+        return is_outermost
 
 
 def splice(tap: Tap, module: types.ModuleType, listen: Listener) -> Splice:
