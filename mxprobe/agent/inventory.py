@@ -71,7 +71,7 @@ def _flops_per_row(entry: Entry) -> float:
     """A lookup multiplies nothing; of stacked experts one is counted, the least a token can be routed to."""
     if isinstance(entry.module, (nn.Embedding, nn.EmbeddingBag)):
         return 0.0
-    if len(entry.shape) > 2 and not entry.is_linear and not isinstance(entry.module, _CONVOLUTIONS):
+    if len(entry.shape) > 2 and not entry.has_adapter and not isinstance(entry.module, _CONVOLUTIONS):
         return 2.0 * entry.n_parameters / entry.shape[0]
     return 2.0 * entry.n_parameters
 
@@ -80,7 +80,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
-    if not entry.is_linear:
+    if not entry.has_adapter:
         return NOT_LINEAR, _why_not_linear(entry)
     if probe is None and entry.obstacle:
         return NOT_CALLED, entry.obstacle

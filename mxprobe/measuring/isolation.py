@@ -38,3 +38,8 @@ def is_off_limits(x: torch.Tensor) -> bool:
     if compat.is_traced() or compat.is_transformed():
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def kind_of(x: torch.Tensor) -> str:
+    """Name the dtype and shape of a tensor."""
+    return f"{str(x.dtype).replace('torch.', '')} {list(x.shape)}"

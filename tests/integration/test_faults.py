@@ -61,7 +61,7 @@ GUARDS = {
     "agent.session.Session._on_root_leave",
     "agent.session.Session._on_serving_enter",
     "agent.parts.signals.SignalTaps._listen",
-    "agent.taps.splice.Splice._hear",
+    "agent.taps.splicing.Splice._hear",
     "agent.taps.table.Tap.source",
 }
 # What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
@@ -83,13 +83,14 @@ WAYS_OUT = {
     "agent.session.Session.abandon",
     "agent.session.Session.close",
     "agent.parts.signals.SignalTaps.unwrap",
-    "agent.taps.splice.Splice._give_back",
-    "agent.taps.splice.Splice.remove",
-    "agent.taps.splices.Splices._is_back",
-    "agent.taps.splices.Splices.give_back",
+    "agent.taps.splicing.Splice._give_back",
+    "agent.taps.splicing.Splice.remove",
+    "agent.taps.splicing.Splices._is_back",
+    "agent.taps.splicing.Splices.give_back",
     "agent.parts.tokens.TokenTaps.remove",
     "agent.transport.Transport.close",
     "agent.worker.Worker.stop",
+    "measuring.compat.take_off_function_mode",
 }
 
 

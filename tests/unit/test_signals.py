@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mxprobe.agent.parts.signals import NO_STEP, SignalTaps
-from mxprobe.agent.taps.splice import TapNotApplicableError, splice
+from mxprobe.agent.taps.splicing import TapNotApplicableError, splice
 from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.agent.taps.values import scalar
 from tests import standin_sinks

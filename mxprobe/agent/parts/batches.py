@@ -15,7 +15,7 @@ import torch
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.taps.batches import BATCH_TAPS, copied
-from mxprobe.agent.taps.splices import Splices
+from mxprobe.agent.taps.splicing import Splices
 from mxprobe.agent.taps.table import Tap
 from mxprobe.measuring.tokens.batch import EVENT, Batch, BatchMeasurement, Tell
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.taps.splices import Splices
+from mxprobe.agent.taps.splicing import Splices
 from mxprobe.agent.taps.table import Tap
 from mxprobe.agent.taps.values import scalar
 from mxprobe.measuring.compat import has_state_hooks

@@ -33,7 +33,7 @@ from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
 from mxprobe.measuring.tokens.head import find_head
 from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
-from mxprobe.measuring.tokens.mismatch import ALL, Row, rollout_rows, signal_values
+from mxprobe.measuring.tokens.mismatch import Row, table_rows
 
 EVENT = "logprobs"
 SOURCE = "mxprobe"
@@ -87,16 +87,9 @@ class Measurement:
             return []
         temperature = generation.sampling.temperature
         tell(EVENT, f"measured at temperature {temperature:g}, as read from the running generate()")
-        drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
-        rows: list[TableRow] = []
-        for row in rollout_rows(pairs):
-            rows.append(("rollouts", {**when, **drawn, **row}))
-            if row["stratum"] == ALL:
-                shared = {**when, "source": SOURCE, "framework": SOURCE}
-                for key, metric, estimator, value in signal_values(row):
-                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
-                    rows.append(("signals", {**shared, **named}))
-        return rows
+        dtype = compute_dtype(generation, self._scored)
+        drawn = table_rows(pairs, when, GENERATION, signal_source=SOURCE, temperature=temperature, dtype=dtype)
+        return list(drawn)
 
 
 class RolloutTap:

@@ -12,8 +12,7 @@ import sys
 import time
 from typing import Any, Callable
 
-from mxprobe.agent.taps.splice import is_loaded
-from mxprobe.agent.taps.splices import Splices
+from mxprobe.agent.taps.splicing import Splices, is_loaded
 from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.agent.taps.values import is_on_device, scalar
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.taps.splices import Splices
+from mxprobe.agent.taps.splicing import Splices
 from mxprobe.agent.taps.table import Tap
 from mxprobe.measuring.engines.fingerprints import Row, engine_rows, hashed_of, not_comparable_row
 from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, weights_of

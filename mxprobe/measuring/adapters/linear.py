@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mxprobe.measuring.adapters.adapter import Adapter, Reading, Unread, held
 from mxprobe.measuring.compat import own_parts
-from mxprobe.measuring.isolation import is_plain
+from mxprobe.measuring.isolation import is_plain, kind_of
 
 
 class LinearAdapter(Adapter):
@@ -40,12 +40,8 @@ class LinearAdapter(Adapter):
         self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
         if not (y.is_floating_point() and y.dim() and y.shape[:-1].numel() == x.shape[:-1].numel()):
-            return f"input is {_kind(x)}, output {_kind(y)}"
+            return f"input is {kind_of(x)}, output {kind_of(y)}"
         return Reading(x, y, y)
-
-
-def _kind(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).replace('torch.', '')} {list(x.shape)}"
 
 
 def effective_weight(module: nn.Module) -> Any:

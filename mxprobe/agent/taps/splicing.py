@@ -1,4 +1,4 @@
-"""One function of somebody else's, wrapped where it is defined, until it is given back as it was.
+"""Functions of other libraries, wrapped where they are defined until they are given back as they were.
 
 The wrapper listens, then calls the original with the very same arguments. Of calls inside one another (a framework's
 sink, the loggers below it) only the outermost is heard. Nesting is kept in a context variable: it is one per thread
@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -118,6 +119,69 @@ def splice(tap: Tap, module: types.ModuleType, listen: Listener) -> Splice:
         found = "is missing" if original is None else f"is a {type(original).__name__}, not a function"
         raise TapNotApplicableError(f"tap not applicable: {tap.source} {found}")
     return Splice(tap, owner, original, listen)
+
+
+class Splices:
+    """`ensure_wrapped` and `give_back` from any thread; nothing raises.
+
+    on_wrapped(tap): a function is listened to.
+    on_refused(words): one is not what the table expects.
+    on_error(where, error): anything else; may end the whole session, which gives all back.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[Tap],
+        listen: Listener,
+        *,
+        on_wrapped: Callable[[Tap], None],
+        on_refused: Callable[[str], None],
+        on_error: Callable[[str, BaseException], None],
+    ) -> None:
+        self.closed = False
+        self._waiting = list(taps)
+        self._held: list[Splice] = []
+        self._listen = listen
+        self._on_wrapped = on_wrapped
+        self._on_refused = on_refused
+        self._on_error = on_error
+        self._lock = threading.RLock()
+
+    def ensure_wrapped(self) -> None:
+        """Tap what has been imported by now; cheap enough for every step, and never waits."""
+        if self.closed or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
+                if not self.closed:
+                    self._waiting.remove(tap)
+                    self._wrap(tap)
+        finally:
+            self._lock.release()
+
+    def _wrap(self, tap: Tap) -> None:
+        try:
+            self._held.append(splice(tap, sys.modules[tap.module], self._listen))
+            self._on_wrapped(tap)
+        except TapNotApplicableError as reason:
+            self._on_refused(str(reason))
+        except Exception as error:
+            self._on_error(f"tap {tap.source}", error)
+
+    def _is_back(self, tapped: Splice) -> bool:
+        try:
+            return tapped.remove()
+        except Exception as error:
+            self._on_error(f"giving {tapped.tap.source} back", error)
+            return False
+
+    def give_back(self) -> list[str]:
+        """Give every function back. Returns, in words, those left in place because somebody has wrapped ours since."""
+        with self._lock:
+            self.closed = True
+            held, self._held = self._held, []
+            left = [tapped.tap.source for tapped in reversed(held) if not self._is_back(tapped)]
+        return [f"left in place, passing calls on: {source} was wrapped again" for source in left]
 
 
 def is_loaded(name: str) -> bool:
