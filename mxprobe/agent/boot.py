@@ -162,7 +162,7 @@ class _Agent:
             session.ask_set(frame)
 
     def _leave(self, session: Any, transport: Any) -> None:
-        """Hooks out, finish measuring, end the threads, send, say goodbye. What fails of it does not stop the rest."""
+        """Take the hooks out, finish measuring, end the threads, send, say goodbye; a failure stops none of it."""
         quick = self._exiting or transport.broken or bool(self._lost)
         steps: list[Callable[[], Any]] = [
             lambda: session.abandon(session.reason or self._lost or "failed"),
@@ -199,7 +199,7 @@ class _Agent:
                     return
 
     def _at_exit(self) -> None:
-        """The interpreter ends: let the agent's thread send what it has, for a bounded time."""
+        """Let the agent's thread send what it has, for a bounded time: the interpreter ends."""
         if os.getpid() != self._pid:
             return  # a forked child has no such thread to wait for
         self._exiting = True

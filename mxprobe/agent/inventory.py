@@ -28,7 +28,7 @@ NOT_REPLAYED = "has no sensitivity and no place in replays, which compute nn.Lin
 
 
 def module_rows(entries: list[Entry], probes: dict[str, ModuleProbe]) -> list[dict[str, Any]]:
-    """Rows of table `modules`, with the calls counted so far."""
+    """Return rows of table `modules`, with the calls counted so far."""
     counted = [p.train_rows or p.rollout_rows for p in probes.values()]
     seen = [n for n in counted if n]
     typical = median(seen) if seen else 1
@@ -68,7 +68,7 @@ _ONE_ROW = "; its FLOPs are those of one row, as no call of a probed module has 
 
 
 def _flops_per_row(entry: Entry) -> float:
-    """A lookup multiplies nothing; of stacked experts one is counted, the least a token can be routed to."""
+    """Count no FLOPs for a lookup, and those of one expert for a stack: the least a token can be routed to."""
     if isinstance(entry.module, (nn.Embedding, nn.EmbeddingBag)):
         return 0.0
     if len(entry.shape) > 2 and not entry.has_adapter and not isinstance(entry.module, _CONVOLUTIONS):

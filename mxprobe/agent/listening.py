@@ -53,7 +53,7 @@ class Listening:
 
     @property
     def worker(self) -> Listening:
-        """Who finishes the work when the agent leaves."""
+        """Return who finishes the work when the agent leaves."""
         return self
 
     @property
@@ -66,10 +66,10 @@ class Listening:
             self._flush()
 
     def settle_without_step(self) -> None:
-        """Nothing is waited for here."""
+        """Do nothing: no step is waited for here."""
 
     def ask_set(self, frame: dict[str, Any]) -> None:
-        """No model runs here whose recipe could change."""
+        """Refuse: no model runs here whose recipe could change."""
         refusal = {"ok": False, "reason": "no_steps", "detail": "it has no torch, so it trains nothing"}
         self._transport.control({"verb": "set", "id": frame.get("id", 0), **refusal})
 
@@ -88,7 +88,7 @@ class Listening:
         self.gone.set()
 
     def close(self) -> None:
-        """All is out already."""
+        """Do nothing: all is out already."""
 
     def drain(self, timeout_s: float) -> bool:
         self._flush()

@@ -75,7 +75,7 @@ class RootWatch:
         _speak()
 
     def describe(self) -> str:
-        """What was seen, in words."""
+        """Say in words what was seen."""
         parts = [
             f"{len(seen)} {how} ({', '.join(sorted({type(m).__name__ for m in seen.values()})[:5])})"
             for how, seen in (
@@ -88,7 +88,7 @@ class RootWatch:
 
 
 def _silence() -> None:
-    """torch warns the user of global hooks on a compiled module, which are ours: an error to some. Only for as long."""
+    """Silence torch's warning of our global hooks on a compiled module, an error to some, until `_speak`."""
     if "torch._dynamo" in sys.modules:
         warnings.filterwarnings("ignore", _GLOBAL_HOOKS)
 
@@ -100,13 +100,13 @@ def _speak() -> None:
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that are not inside another one of the list."""
+    """Return the modules that are not inside another one of the list."""
     inner = {id(m) for root in modules for m in root.modules() if m is not root}
     return [m for m in modules if id(m) not in inner]
 
 
 def trained_roots(seen: list[nn.Module], optimizer: torch.optim.Optimizer) -> tuple[list[nn.Module], bool]:
-    """The roots among `seen` that the optimizer trains, and whether they hold all that it trains.
+    """Return the roots among `seen` that the optimizer trains, and whether they hold all that it trains.
 
     They do not when the watch began in the middle of a forward and saw inner modules as roots.
     """

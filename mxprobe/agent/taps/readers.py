@@ -1,4 +1,4 @@
-"""What a call to a sink says: which numbers, at which step. One function or factory per shape of call.
+"""Readers of metrics: which numbers a call to a sink reports, at which step. One function a shape of call.
 
 A reader gets the call's arguments by name (`self` included) and gives one `Reading` per step it reports. It may
 raise: the call then counts as not understood, and the sinks below it are listened to instead.

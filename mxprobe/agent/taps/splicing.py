@@ -185,13 +185,13 @@ class Splices:
 
 
 def is_loaded(name: str) -> bool:
-    """True for a module whose import has ended; nothing is imported for us."""
+    """Say whether a module's import has ended; nothing is imported for us."""
     module = sys.modules.get(name)
     return module is not None and not getattr(vars(module).get("__spec__"), "_initializing", False)
 
 
 def _decorated(function: types.FunctionType) -> Any:
-    """What a decorator that hides its function's signature passes its arguments on to: the one function it holds."""
+    """Return the one function that a decorator which hides its signature holds and passes its arguments on to."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
         return function

@@ -25,7 +25,7 @@ class Tap:
     read: Callable[[Mapping[str, Any]], Any]
     """A call's arguments by name -> what it says: `list[Reading]`, or a `Batch` of `taps.batch_readers`."""
     framework: str
-    """Whose keys these are: the framework's; the logger's own name where `is_logger`."""
+    """The framework whose keys these are; the logger's own name where `is_logger`."""
     is_logger: bool = False
     """Carries anybody's keys."""
     also: tuple[tuple[str, str], ...] = ()

@@ -74,7 +74,7 @@ class Identity:
         self._prefix = f"stage{stage.index}" if stage is not None and stage.count > 1 and not self.numbered else ""
 
     def __call__(self, name: str) -> str:
-        """The name in the whole model of the module that `root.named_modules()` calls `name`."""
+        """Return the name in the whole model of the module that `root.named_modules()` calls `name`."""
         parts, named = name.split(".") if name else [], []
         for i, part in enumerate(parts):
             index = self._indices.get(".".join(parts[:i]), {}).get(part)
@@ -83,7 +83,7 @@ class Identity:
 
 
 def _layer_numbers(children: Mapping[str, nn.Module]) -> dict[str, int] | None:
-    """Local name -> index in the whole model, where every child says so and no two say the same."""
+    """Return local name -> index in the whole model, where every child says so and no two say the same."""
     found: dict[str, int] = {}
     for name, child in children.items():
         number = next(_numbers_in(child), None)
@@ -102,7 +102,7 @@ def _numbers_in(block: nn.Module) -> Iterator[int]:
 
 
 def _expert_indices(path: str, modules: Mapping[str, nn.Module], n: int) -> dict[str, int] | None:
-    """Of a list of experts, by what the module around it says; None of any other list."""
+    """Return the indices of a list of experts, by what the module around it says; None for any other list."""
     above = path
     while n and above:
         above = above.rpartition(".")[0]

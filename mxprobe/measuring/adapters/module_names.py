@@ -12,7 +12,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) below the roots, each module once; names without what DDP and torch.compile put in front.
+    """Yield (name, module) below the roots, each once; names without what DDP and torch.compile put in front.
 
     Layers and experts are called by their index in the whole model, see `mxprobe.measuring.adapters.identity`. With
     several roots a name begins with its root's class, unless they are parts of one model that number their layers.
@@ -47,7 +47,7 @@ def _prefixes(roots: list[nn.Module]) -> list[str]:
 
 
 def plain_name(name: str) -> str:
-    """A dotted name without leading wrapper components, and without `_orig_mod` anywhere."""
+    """Return a dotted name without leading wrapper components, and without `_orig_mod` anywhere."""
     stripped = True
     while stripped:
         stripped = False

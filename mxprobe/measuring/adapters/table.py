@@ -35,5 +35,5 @@ ADAPTERS: tuple[Adapter, ...] = (
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """The adapter that recognises the module, whether it fits or not; None where no GEMM of it is known."""
+    """Return the adapter that recognises the module, whether it fits or not; None where no GEMM of it is known."""
     return next((adapter for adapter in ADAPTERS if adapter.recognises(module)), None)

@@ -103,6 +103,6 @@ _COLUMNS = ("module", "phase", "form", "layout", "shape", "features", "hashes")
 
 
 def _row(step: int, module: str, phase: str, form: str, layout: str, shape: Sequence[int], *hashed: list[int]) -> Row:
-    """`hashed`: the features and their hashes."""
+    """Make a row of table `weight_codes`; `hashed` are the features and their hashes."""
     values = (module, phase, form, layout, list(shape), *hashed)
     return {"step": step, "time_ns": time.time_ns(), **dict(zip(_COLUMNS, values))}

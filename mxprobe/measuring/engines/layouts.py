@@ -144,7 +144,7 @@ class _Matrix(NamedTuple):
     tiled_scales: bool = False
 
     def rows(self, at: torch.Tensor) -> torch.Tensor:
-        """int64 [F] of stored rows -> values [F, K], a copy."""
+        """Copy the values [F, K] of stored rows, int64 [F]."""
         part = self.stored.detach().index_select(0, at)
         if self.scale is None:
             return part
@@ -196,7 +196,7 @@ def _fused(name: str, module: nn.Module, found: _Matrix | str) -> Iterator[HeldW
 
 
 def _held(name: str, matrix: _Matrix, size: int, place: RowMap, *, is_run: bool) -> HeldWeight:
-    """`place`: rows of the weight -> stored rows; `is_run`: these follow one another from `place.first` on."""
+    """Describe a weight whose rows are stored at `place`; `is_run`: one after the other from `place.first` on."""
     device = matrix.stored.device
 
     def rows(index: torch.Tensor) -> torch.Tensor:

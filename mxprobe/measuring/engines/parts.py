@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """One of an expert's matrices W [O, K], in a parameter of all experts."""
 
     name: str
-    """As an engine's layout and a module per expert name it: gate_proj, up_proj, down_proj."""
+    """gate_proj, up_proj or down_proj, as an engine's layout and a module per expert name it."""
     parameter: str
     is_turned: bool
     rows: RowMap

@@ -39,7 +39,7 @@ class RowMap(NamedTuple):
     is_tiled: bool = False
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 [R] rows of the matrix -> int64 [R] stored rows."""
+        """Turn rows of the matrix, int64 [R], into stored rows, int64 [R]."""
         stored = self.first + self.every * rows
         return tiled_rows(stored) if self.is_tiled else stored
 

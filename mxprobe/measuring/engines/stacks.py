@@ -34,7 +34,7 @@ class HashedStack(NamedTuple):
     """[n, K]"""
 
     def table_rows(self, step_base: int) -> Iterator[Row]:
-        """`step_base`: steps before attach."""
+        """Yield rows of table `weight_codes`; `step_base`: steps before attach."""
         name, step = f"{self.module}.{self.part.name}", step_base + self.step
         return version_rows(name, self.part.reading, self.shape, self.features, self.values, step=step)
 

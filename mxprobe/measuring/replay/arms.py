@@ -63,7 +63,7 @@ Quantize = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def quantizer(arm: str, *, format: str = "mxfp4", rule: str = "rceil") -> Quantize:
-    """The arm's effect on an operand. ValueError for an unknown arm, naming the known ones."""
+    """Return the arm's effect on an operand. ValueError for an unknown arm, naming the known ones."""
     if arm == HIGH:
         return lambda x, seed: x.float()
     if arm in (Q_WEIGHTS, ROUTED):
@@ -106,7 +106,7 @@ def arm_product(
     gradients: WeightGradients | None = None,
     at: Quantize | None = None,
 ) -> Product:
-    """The product of a Linear under an arm: Q(x) Q(W)^T + b, float32, returned in the layer's own dtype.
+    """Return the product of a Linear under an arm: Q(x) Q(W)^T + b, float32, returned in the layer's own dtype.
 
     only: the (module, role) whose operands the arm changes; all if None. W's control noise depends on the module and
     `seed` alone: the error of W is a fixed bias, so its control is frozen too. gradients: where the weight gradients
@@ -179,23 +179,23 @@ class Arm(NamedTuple):
     """float64 [7]: n_tokens, KL(high || arm), d, d^2, entropy - entropy of high, loss - loss of high, and that of the
     run's own loss, to first order in the policy."""
     gradients: tuple[GradientSums, ...] = ()
-    """Per module; none where the gradient at the policy is not known or does not reach the Linears."""
+    """One a module; none where the gradient at the policy is not known or does not reach the Linears."""
     representation: Representation | None = None
-    """Of arm `q`."""
+    """Errors of the Linears' outputs under arm `q`."""
     is_whole: torch.Tensor | None = None
     """bool: the forward was the arm's; None where that was never in doubt."""
 
     @property
     def holds(self) -> bool:
-        """Whether it may be told; waits for the device."""
+        """Say whether its numbers are valid; waits for the device."""
         return self.is_whole is None or bool(self.is_whole)
 
     def row(self) -> Row:
-        """A row of table `replays` without when; copies from the device, which waits for it."""
+        """Return a row of table `replays` without when; copies from the device, which waits for it."""
         return {"arm": self.name, "estimator": self.estimator, **dict(zip(_VALUES, self.values.tolist()))}
 
     def gradient_rows(self) -> Iterator[Row]:
-        """Rows of table `replay_gradients` without when; one copy from the device."""
+        """Yield rows of table `replay_gradients` without when; one copy from the device."""
         if not self.gradients:
             return
         values = torch.stack([each.values.cpu() for each in self.gradients]).tolist()
@@ -338,5 +338,5 @@ def _compare(reference: Reference, output: PolicyOutput, gradient: PolicyGradien
 
 
 def exact_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) of each position, float64 [B, T], from logits or log-probabilities [B, T, V]."""
+    """Return KL(p || q) of each position, float64 [B, T], from logits or log-probabilities [B, T, V]."""
     return mxprobe_kernels.exact_kl(p.flatten(0, 1), q.flatten(0, 1)).reshape(p.shape[:2])

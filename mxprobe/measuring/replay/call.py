@@ -33,7 +33,7 @@ _SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineStage")
 
 @dataclass(frozen=True)
 class Call:
-    """What `replayed` needs. `module.forward(*args, **kwargs)` is the call, under these states."""
+    """A captured call: `module.forward(*args, **kwargs)` under these states."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Call:
     """Copies of sharded parameters; None where none are sharded."""
 
     def argument(self, name: str) -> Any:
-        """The argument of that name, passed by keyword or by position; None if there is none."""
+        """Return the argument of that name, passed by keyword or by position; None if there is none."""
         if name in self.kwargs:
             return self.kwargs[name]
         try:
@@ -78,7 +78,7 @@ def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def replay_target(root: nn.Module) -> nn.Module:
-    """The module whose forward is run: what DistributedDataParallel or torch.compile wrap, else the root.
+    """Return the module whose forward is run: what DistributedDataParallel or torch.compile wrap, else the root.
 
     NotReplayableError for a model whose forward talks to other ranks, or might: they would wait for ever.
     """
@@ -133,7 +133,7 @@ class _Budget:
 
 
 def is_by_sample(module: nn.Module) -> bool:
-    """Whether each sample's result is its own: neither dropout, which draws for the batch, nor batch norm is on."""
+    """Say whether each sample's result is its own: neither dropout, which draws for the batch, nor batch norm is on."""
     for each in module.modules():
         name = type(each).__name__
         draws = name.endswith("Dropout") and float(getattr(each, "p", 0.0)) > 0
@@ -143,7 +143,7 @@ def is_by_sample(module: nn.Module) -> bool:
 
 
 def with_samples(call: Call, n_batch: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-    """The call with `change` made to every tensor argument whose first axis is the batch."""
+    """Return the call with `change` made to every tensor argument whose first axis is the batch."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -157,7 +157,7 @@ def with_samples(call: Call, n_batch: int, change: Callable[[torch.Tensor], torc
 
 @contextmanager
 def replayed(call: Call, *, gradient: bool) -> Generator[None, None, None]:
-    """The surroundings of the captured call, for as long as its forward and backward take; then all is put back.
+    """Put up the surroundings of the captured call for its forward and backward; then put all back.
 
     The same dropout as in training, autocast as it was, no mode of the user's. Within, `forward` runs the call.
     """

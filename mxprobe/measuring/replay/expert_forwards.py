@@ -41,12 +41,12 @@ class RoutingReplay:
 
     @property
     def is_possible(self) -> bool:
-        """There are routers, and all of them were recorded, once."""
+        """Say whether there are routers, and all of them were recorded, once."""
         return bool(self._routers) and all(self._n_calls.get(name) == 1 for name in self._routers)
 
     @property
     def is_whole(self) -> torch.Tensor | None:
-        """bool, on the device: every router took the recorded choice in the forward that has just been replayed.
+        """Return bool, on the device: every router took the recorded choice in the forward that has just been replayed.
 
         None where one could not, whatever its weights.
         """
@@ -54,7 +54,7 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Each router's choice in the forward inside; what a backward pass computes again is not looked at."""
+        """Record each router's choice in the forward inside; what a backward pass computes again is not looked at."""
         with hooked(self._routers, self._record):
             yield
 
@@ -95,7 +95,7 @@ class RoutingReplay:
 def _weights(
     logits: torch.Tensor, weights: torch.Tensor, own: torch.Tensor, experts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights of `experts` [T, k], bool: the form that was found gives the router's own weights back); no waiting."""
+    """Return the weights of `experts` [T, k], and bool: the form found gives the router's own weights back."""
     best, fits = weights.float(), torch.zeros((), dtype=torch.bool, device=logits.device)
     for scores in (logits.float().softmax(-1), logits.float().sigmoid()):
         for is_normed in (True, False):
@@ -114,7 +114,7 @@ def _form(scores: torch.Tensor, experts: torch.Tensor, is_normed: bool) -> torch
 
 
 def _experts_at(output: Any) -> int | None:
-    """Where in a router's result the experts are, int64 [T, k]."""
+    """Find where in a router's result the experts are, int64 [T, k]."""
     for i, each in enumerate(output if isinstance(output, tuple) else ()):
         if is_plain(each) and each.dtype == torch.int64 and each.dim() == 2:
             return i
@@ -122,7 +122,7 @@ def _experts_at(output: Any) -> int | None:
 
 
 def _places(router: nn.Module, output: Any) -> tuple[int, int] | None:
-    """Places of the weights and of the experts; None where either is missing."""
+    """Find the places of the weights and of the experts; None where either is missing."""
     at_experts, logits = _experts_at(output), logits_of(router, output)
     if at_experts is None or not is_plain(logits):
         return None

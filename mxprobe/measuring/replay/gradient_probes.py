@@ -1,4 +1,4 @@
-"""What the error of one operand does to the weight gradients of the whole model, wherever it travels.
+"""The effect of one operand's error on the weight gradients of the whole model, wherever it travels.
 
     g(delta) = all dW with delta added to one operand          g(0) = g
     ||g(E) - g||^2  ~  E_v [ <d<v, g>/d delta, E>^2 ],         v ~ N(0, 1), K directions
@@ -92,7 +92,7 @@ def probe_gradients(
     rule: str = "rceil",
     seed: int = 0,
 ) -> list[Row]:
-    """Rows of table `gradient_probes` without when; copies from the device.
+    """Return rows of table `gradient_probes` without when; copies from the device.
 
     gradient: that of the run's loss at the policy. By double backward where that works, else by interventions.
     NotReplayableError where the model returns no policy, or no weight gradient is reached.
@@ -166,7 +166,7 @@ def _by_double_backward(
 
 
 def _has_foreign_function(outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a Python-defined operator that is not ours made any of it.
+    """Say whether a Python-defined operator that is not ours made any of it.
 
     Its backward may call a kernel without a derivative; autograd then takes the result for a constant and says nothing.
     """
@@ -186,7 +186,7 @@ def _has_foreign_function(outputs: Sequence[torch.Tensor]) -> bool:
 def _rows(
     seen: list[_Operands], whole: dict[str, torch.Tensor], n_probes: int, format: str, rule: str, seed: int
 ) -> list[Row]:
-    """One row per module, role and component, from both ways of propagating."""
+    """Return one row per module, role and component, from both ways of propagating."""
     with torch.no_grad():
         errors = [
             {r: error_parts(mxprobe_kernels.error_fields(v, format=format, rule=rule)) for r, v in each.values.items()}
@@ -210,7 +210,7 @@ def _travelled(
     n_probes: int,
     seed: int,
 ) -> dict[tuple[str, Role], torch.Tensor]:
-    """float64 [C] mean over directions of <derivative, error>^2; the same weight called twice adds up."""
+    """Return float64 [C]: the mean over directions of <derivative, error>^2; the same weight called twice adds up."""
     device = whole[0].device
     places = [(i, role, each.places[role]) for i, each in enumerate(seen) for role in each.values if role in _TRAVEL]
     total: dict[tuple[str, Role], torch.Tensor] = {}
@@ -234,7 +234,7 @@ def _travelled(
 def _local(
     seen: list[_Operands], errors: list[dict[Role, torch.Tensor]], trained: Collection[str]
 ) -> dict[tuple[str, Role], torch.Tensor]:
-    """float64 [C] ||E_G^T X||^2 and ||G^T E_X||^2 of each component, for the modules that have a gradient."""
+    """Return float64 [C], ||E_G^T X||^2 and ||G^T E_X||^2 of each component, for the modules that have a gradient."""
     products: dict[tuple[str, Role], torch.Tensor] = {}
     for each, parts in zip(seen, errors):
         if Role.G_WGRAD in each.values and each.name in trained:
@@ -245,7 +245,7 @@ def _local(
 
 
 def _gradients(*arguments: Any, **options: Any) -> Sequence[Any]:
-    """Those of `torch.autograd.grad`, None where an input is not reached."""
+    """Return the gradients of `torch.autograd.grad`, None where an input is not reached."""
     return torch.autograd.grad(*arguments, allow_unused=True, **options)
 
 
@@ -269,7 +269,7 @@ def _by_interventions(
 
 
 def groups(modules: Mapping[str, nn.Linear]) -> Iterator[tuple[str, Role, list[str]]]:
-    """(pattern, role, modules of it): by the last part of their names; by role alone where that makes too many."""
+    """Yield (pattern, role, modules of it): by the last part of names, or by role alone where these are too many."""
     by_kind: dict[str, list[str]] = {}
     for name in modules:
         by_kind.setdefault(f"*{name.rpartition('.')[2]}", []).append(name)

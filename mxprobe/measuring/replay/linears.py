@@ -57,7 +57,7 @@ class Recorded:
 
     @property
     def x(self) -> torch.Tensor | None:
-        """[..., K], or None where it was changed in place since."""
+        """Return [..., K], or None where it was changed in place since."""
         return self._x if version_of(self._x) == self._version else None
 
 

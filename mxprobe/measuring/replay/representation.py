@@ -63,7 +63,7 @@ class Representation:
         return watched
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., C] -> float32 [n, C], the rows that are kept."""
+        """Return the rows that are kept of [..., C], float32 [n, C]."""
         rows = x.detach().reshape(-1, x.shape[-1])
         return (rows if len(rows) <= self._n else rows[spread(self._n, len(rows), rows.device)]).float()
 

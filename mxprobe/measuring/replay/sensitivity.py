@@ -53,7 +53,7 @@ ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is propagated, of which modules, and how much of it at once."""
+    """The errors that are propagated, of which modules, and how much at once."""
 
     format: str
     rule: str
@@ -65,7 +65,7 @@ class _Plan:
     max_output_bytes: int
 
     def errors_of(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, K] -> float32 [C - 1, rows, K]: the parts of the error, and what each correction would leave of it.
+        """Return float32 [C - 1, rows, K]: the parts of the error of x, and what each correction would leave of it.
 
         The total, their first component, is left out: it is the sum of the three parts. NVFP4 takes its tensor scale
         from the rows given.
@@ -92,7 +92,7 @@ class Sensitivity:
     sums: torch.Tensor
     """float64 [n_operands, C, P + 2]: sum_b delta_b^2 of each of P probes, summed shift of log p, of entropy."""
     n_samples: tuple[int, ...]
-    """Per operand."""
+    """One of each operand."""
     n_tokens: torch.Tensor
     """float64 [], counted tokens of the samples measured."""
     skipped: frozenset[str]
@@ -101,7 +101,7 @@ class Sensitivity:
     """Modules that were called without gradient (frozen below them, or reentrant activation checkpointing)."""
 
     def rows(self) -> Iterator[Row]:
-        """One row per operand, component and probe, without when; copies from the device, which waits for it."""
+        """Yield one row per operand, component and probe, without when; copies from the device, which waits for it."""
         values, n_tokens = self.sums.tolist(), float(self.n_tokens)
         for (module, role), n_samples, of_operand in zip(self.operands, self.n_samples, values):
             for component, (*probes, log_prob, entropy) in zip(self.components, of_operand):
@@ -190,14 +190,14 @@ def _measure(call: Call, modules: Mapping[str, nn.Linear], mask: torch.Tensor | 
 
 
 def can_be_cut(call: Call) -> bool:
-    """Whether some of its samples can be replayed without the others, as far as can be told beforehand."""
+    """Say whether some of its samples can be replayed without the others, as far as can be known beforehand."""
     ids = call.argument(TOKEN_ARGUMENT)
     is_known = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] != ids.shape[1]
     return is_known and is_by_sample(call.module) and call.module not in _WHOLE_ONLY
 
 
 def _few_samples(call: Call, mask: torch.Tensor | None, plan: _Plan) -> tuple[Call, torch.Tensor | None]:
-    """The call with as many of its samples as are measured, drawn at random; unchanged where it cannot be cut.
+    """Return the call with as many samples as are measured, drawn at random; unchanged where it cannot be cut.
 
     Samples are the rows of the token ids, which must be told from other arguments by their number alone.
     """
@@ -215,7 +215,7 @@ def _few_samples(call: Call, mask: torch.Tensor | None, plan: _Plan) -> tuple[Ca
 def _choose_samples(
     calls: Sequence[Recorded], policy: PolicyOutput, max_rows: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Sorted indices of the samples measured."""
+    """Return sorted indices of the samples measured."""
     n_batch = policy.tensor.shape[0]
     rows = max((c.x.shape[1] for c in calls if c.x is not None and c.x.dim() == 3), default=policy.tensor.shape[1])
     n = max_rows // max(rows, 1)
@@ -233,7 +233,7 @@ def _objectives(
     generator: torch.Generator,
     n_probes: int,
 ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """What is differentiated: n_probes signed sums, sum of log p, sum of entropies; None where it is not known."""
+    """Return what is differentiated: n_probes signed sums, sum of log p, sum of entropies; None where not known."""
     counted = policy.counted(mask).index_select(0, samples)
     picked = policy.tensor.index_select(0, samples).float()
     if policy.logits is not None:
@@ -262,7 +262,7 @@ def _objectives(
 def _gradients(
     objectives: Sequence[torch.Tensor | None], calls: Sequence[Recorded]
 ) -> list[Sequence[torch.Tensor | None]]:
-    """Per objective the gradient at each call's output; None throughout where there is no objective."""
+    """Return for each objective the gradient at each call's output; None throughout where there is no objective."""
     edges = [call.edge for call in calls]
     last = max(i for i, objective in enumerate(objectives) if objective is not None)
     found: list[Sequence[torch.Tensor | None]] = []
@@ -281,7 +281,7 @@ def _propagate(
     samples: torch.Tensor,
     errors_of: ErrorsOf,
 ) -> dict[tuple[str, Role], torch.Tensor]:
-    """delta_b per operand, [J, C - 1, S]; the same weight called twice adds up."""
+    """Return delta_b of each operand, [J, C - 1, S]; the same weight called twice adds up."""
     deltas: dict[tuple[str, Role], torch.Tensor] = {}
     for i, call in enumerate(calls):
         found = [of_objective[i] for of_objective in gradients]
@@ -305,7 +305,7 @@ def _propagate(
 
 
 def _sums(delta: torch.Tensor, known: Sequence[bool]) -> torch.Tensor:
-    """[J, C - 1, S] -> [C, J]: squares of the probes, plain sums of the last two directions, NaN if not known."""
+    """Reduce [J, C - 1, S] to [C, J]: squares of the probes, sums of the last two directions, NaN if not known."""
     delta = with_total(delta, 1).double()
     n_probes = delta.shape[0] - 2
     columns = [delta[j].square().sum(-1) for j in range(n_probes)]
@@ -315,14 +315,14 @@ def _sums(delta: torch.Tensor, known: Sequence[bool]) -> torch.Tensor:
 
 
 def _by_sample(x: torch.Tensor, n_batch: int, samples: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> [S, T, K] of the chosen samples; [1, rows, K] where rows are not ordered by sample."""
+    """Return [S, T, K] of the chosen samples of [..., K]; [1, rows, K] where rows are not ordered by sample."""
     if x.dim() >= 3 and x.shape[0] == n_batch:
         return x.reshape(n_batch, -1, x.shape[-1]).index_select(0, samples)
     return x.reshape(1, -1, x.shape[-1])
 
 
 def _input_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors_of: ErrorsOf) -> torch.Tensor:
-    """x [S, T, K], w [O, K], g [J, S, T, O] -> delta_b [J, C - 1, S] of E_X; <G, E_X W^T> = <G W, E_X>."""
+    """Return delta_b [J, C - 1, S] of E_X from x [S, T, K], w [O, K], g [J, S, T, O]: <G, E_X W^T> = <G W, E_X>."""
     n_samples, _, width = x.shape
     found: list[torch.Tensor] = []
     stride = max(CHUNK_ELEMENTS // max(x[0].numel(), 1), 1)
@@ -336,7 +336,7 @@ def _input_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors_of: 
 
 
 def _weight_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors_of: ErrorsOf) -> torch.Tensor:
-    """As `_input_deltas`, of E_W: <G, X E_W^T>, some output features at a time."""
+    """Return delta_b [J, C - 1, S] of E_W: <G, X E_W^T>, some output features at a time."""
     total: torch.Tensor | None = None
     stride = max(CHUNK_ELEMENTS // max(w.shape[1], 1), 1)
     for start in range(0, w.shape[0], stride):

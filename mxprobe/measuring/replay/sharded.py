@@ -30,7 +30,7 @@ _PARAMETERS, _PRE, _POST = "_parameters", "_forward_pre_hooks", "_forward_hooks"
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been applied to this very module."""
+    """Say whether `fully_shard` has been applied to this very module."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
@@ -38,7 +38,7 @@ class WholeParameters:
     """Copies of the parameters below a root, made module by module as its forward goes along."""
 
     def __init__(self, root: nn.Module) -> None:
-        """NotReplayableError where the copies would be too large."""
+        """Raise NotReplayableError where the copies would be too large."""
         self._sharded = [module for module in root.modules() if is_sharded(module)]
         self._managed = {id(module): _managed(module) for module in self._sharded}
         self._copies: dict[tuple[int, str], nn.Parameter] = {}
@@ -79,7 +79,7 @@ class WholeParameters:
 
     @contextmanager
     def in_place(self) -> Generator[None, None, None]:
-        """The copies in place of the shards, casts in place of FSDP's hooks; afterwards all as it was.
+        """Put the copies in place of the shards, and casts in place of FSDP's hooks; afterwards put all back.
 
         NotReplayableError where a shard has no copy: its module was not called.
         """
@@ -117,7 +117,7 @@ class WholeParameters:
 
 
 def _managed(module: nn.Module) -> Sequence[nn.Module]:
-    """`module` and those below it that no other sharded module stands above."""
+    """Return `module` and those below it that no other sharded module stands above."""
     found = [module]
     for child in module.children():
         if not is_sharded(child):

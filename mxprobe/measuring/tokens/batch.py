@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     mask: list[PerToken]
     """Tokens count where all of these are non-zero. Per token or per sequence."""
     advantage: Any
-    """Per token, or [B] per sequence."""
+    """One number a token, or [B] one a sequence."""
     version: Any = None
     """Version of the policy that drew each token, or each sequence."""
     version_now: int | None = None

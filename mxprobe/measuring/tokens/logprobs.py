@@ -57,7 +57,7 @@ def score_logits(generation: Generation, ids: torch.Tensor, logits: torch.Tensor
 
 
 def _statistics(logits: Iterable[torch.Tensor], tokens: torch.Tensor, generation: Generation) -> TokenStatistics:
-    """Logits [`_CHUNK_TOKENS`, V] at a time -> statistics of tokens [S * n]."""
+    """Return the statistics of tokens [S * n] from logits that come `_CHUNK_TOKENS` rows at a time."""
     temperature = generation.sampling.temperature
     parts = [token_statistics(each, chosen, temperature) for each, chosen in zip(logits, tokens.split(_CHUNK_TOKENS))]
     return TokenStatistics(*(torch.cat(values) for values in zip(*parts)))

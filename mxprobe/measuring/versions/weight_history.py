@@ -55,7 +55,7 @@ class Copies(NamedTuple):
     ready: Any
     """CUDA event after which they hold their values; None on the CPU."""
     out_features: Mapping[str, int] = {}
-    """Of the whole weights, by module, where their rows are to be hashed."""
+    """Output features of the whole weights, by module, where their rows are to be hashed."""
     stacks: Sequence[HashedStack] = ()
     """Rows of fused experts, to be hashed and not kept."""
 
