@@ -69,7 +69,10 @@ def test_what_is_under_way_is_known():
         torch.jit.trace(lambda v: (said.update(traced=compat.is_traced()), v * 2)[1], torch.ones(1), check_trace=False)
     checkpoint(lambda v: (said.update(checkpointed=compat.is_checkpointed()), v * 2)[1], x, use_reentrant=False)
     assert said == {"backward": True, "transformed": True, "traced": True, "checkpointed": True}
-    assert not (compat.in_backward() or compat.is_transformed() or compat.is_traced() or compat.is_checkpointed())
+    assert not (compat.in_backward())
+    assert not (compat.is_transformed())
+    assert not (compat.is_traced())
+    assert not (compat.is_checkpointed())
 
 
 def test_tensors_say_what_they_are_part_of():
@@ -121,7 +124,7 @@ def test_optimizers_and_frames_are_looked_at():
         return compat.caller_frame()
 
     assert caller().f_code is caller.__code__
-    assert [f.f_code.co_name for f in compat.frames_from(sys._getframe())][0] == inspect.stack()[0].function
+    assert next(f.f_code.co_name for f in compat.frames_from(sys._getframe())) == inspect.stack()[0].function
     assert sys._getframe().f_code in {f.f_code for top in compat.top_frames() for f in compat.frames_from(top)}
 
 

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from mxprobe.agent import allocator
-from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import RESERVED, DeviceMemory
 from mxprobe.agent.parts.replays import Replays
 from mxprobe.agent.replay_allowance import shapes_of
@@ -23,7 +21,7 @@ from mxprobe.measuring.replay.gradient_probes import probe_gradients
 from mxprobe.measuring.replay.policy import PolicyGradient
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.protocol import AgentConfig
-from tests import small_lm
+from tests import part_context, small_lm
 from tests.live_bytes import LiveBytes
 
 
@@ -67,18 +65,17 @@ def replayed(
     limit: int, *, n_samples: int = 8, busy: bool = False, **config: Any
 ) -> tuple[list[str], DeviceMemory, bool]:
     """One step whose replay has that limit, as on a GPU; what was told, and whether something was replayed."""
-    told: list[str] = []
     memory = DeviceMemory(0, lambda *_: None)
     memory.device, memory.limit = "cuda", limit
-    clock = Clock()
-    settings = AgentConfig(**{"sensitivity_every": 1, **config})
-    swallow = Guard(0, lambda where, detail: told.append(f"error {where} {detail}"), lambda: None)
-    replays = Replays(settings, clock, swallow, lambda kind, detail: told.append(detail), memory, lambda: busy)
+    told = part_context.told(AgentConfig(**{"sensitivity_every": 1, **config}), memory=memory)
+    told.context.worker.backlog = int(busy)
+    clock = told.context.clock
     model = small_lm.SmallLM(width=32, n_layers=1)
-    replays.watch([model], small_lm.linears(model))
+    replays = Replays(told.context, lambda: small_lm.linears(model))
+    replays.watch([model])
     made = False
     for _ in range(2):
-        replays.plan()
+        replays.begin()
         model(small_lm.batch(n_samples, clock.step)).sum().backward()
         clock.advance()
         rows = replays.run()
@@ -86,7 +83,7 @@ def replayed(
         if rows is not None:
             rows(0)
         clock.next()
-    return told, memory, made
+    return told.details + told.errors, memory, made
 
 
 def test_what_fits_is_replayed_and_the_estimate_is_told():
