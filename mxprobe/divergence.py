@@ -25,8 +25,8 @@ from torch import nn
 from mxprobe.attribution.layers import COMPARISON, FACTOR, Divergence
 from mxprobe.attribution.layers import first_divergence as _first_divergence
 from mxprobe.errors import UsageError
-from mxprobe.measuring.replay.paths import FLOOR
-from mxprobe.measuring.replay.residuals import LayerDifference, blocks_of, difference, layer_rows, sketched
+from mxprobe.measuring.replay.floor import FLOOR
+from mxprobe.measuring.replay.residual_stream import LayerDifference, blocks_of, difference, layer_rows, sketched
 
 _TOKENS, _EPS, _BLOCK = "tokens", "eps", "block:"
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from mxprobe.measuring.adapters.identity import note_stage
-from mxprobe.measuring.adapters.master import is_stepped_by
-from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.adapters.families import adapter_of
+from mxprobe.measuring.adapters.layer_numbers import note_stage
+from mxprobe.measuring.adapters.main_parameters import is_stepped_by
 from mxprobe.measuring.compat import caller_frame
 from mxprobe.measuring.engines.layouts import HeldWeight, weights_of
 

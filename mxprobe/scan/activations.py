@@ -24,7 +24,7 @@ from mxprobe.errors import MxprobeError
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import Recipe
 from mxprobe.measuring.replay.arms import replay_arms
-from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.step_rows import measure_step

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.measuring.replay import preserve
+from mxprobe.measuring.replay import captured_call, preservation
 from mxprobe.measuring.replay.arms import DEFAULT_ARMS, arm_product, quantizer, replay_arms
-from mxprobe.measuring.replay.call import capture, forward, replay_target, replayed
-from mxprobe.measuring.replay.linears import exact_product, intercepted
-from mxprobe.measuring.replay.policy import draw_tokens, find_policy, given_tokens
-from mxprobe.measuring.replay.preserve import BufferChangedError, RandomState, preserved
+from mxprobe.measuring.replay.captured_call import capture, forward, replay_target, replayed
+from mxprobe.measuring.replay.interception import exact_product, intercepted
+from mxprobe.measuring.replay.policy_output import draw_tokens, find_policy, given_tokens
+from mxprobe.measuring.replay.preservation import BufferChangedError, RandomState, preserved
 from mxprobe.measuring.replay.refusal import NotReplayableError
 from tests import small_lm
 
@@ -85,7 +85,7 @@ def test_all_is_put_back_after_an_error_too():
 
 
 def test_a_large_buffer_that_changes_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preserve, "MAX_BUFFER_BYTES", 4)
+    monkeypatch.setattr(preservation, "MAX_BUFFER_BYTES", 4)
     module = nn.Module()
     module.register_buffer("table", torch.zeros(100))
     with preserved(module, RandomState.now(module)):
@@ -137,9 +137,7 @@ def test_what_wraps_a_model_is_left_out_and_what_communicates_refused():
 
 
 def test_other_ranks_are_not_kept_waiting(monkeypatch: pytest.MonkeyPatch):
-    from mxprobe.measuring.replay import call
-
-    monkeypatch.setattr(call, "_world_size", lambda: 4)
+    monkeypatch.setattr(captured_call, "_world_size", lambda: 4)
     with pytest.raises(NotReplayableError, match="4 ranks"):
         replay_target(nn.Linear(2, 2))
 

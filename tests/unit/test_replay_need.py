@@ -16,9 +16,9 @@ from mxprobe.agent.parts.replays import Replays
 from mxprobe.agent.replay_allowance import shapes_of
 from mxprobe.measuring import compat
 from mxprobe.measuring.replay.arms import replay_arms
-from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.gradient_probes import probe_gradients
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.protocol import AgentConfig
 from tests import part_context, small_lm

@@ -14,10 +14,10 @@ from torch import nn
 
 from mxprobe.agent.context import Context
 from mxprobe.agent.part import TRAINER, Job, Part
-from mxprobe.agent.taps.batches import BATCH_TAPS, copied
+from mxprobe.agent.taps.batch_readers import BATCH_TAPS, copied
 from mxprobe.agent.taps.splicing import Splices
-from mxprobe.agent.taps.table import Tap
-from mxprobe.measuring.tokens.batch import EVENT, Batch, BatchMeasurement
+from mxprobe.agent.taps.tap_table import Tap
+from mxprobe.measuring.tokens.training_batch import EVENT, Batch, BatchMeasurement
 
 MAX_SEQUENCES = 256
 """Of one call; the others are left out."""

@@ -20,9 +20,9 @@ from torch import nn
 from mxprobe.agent.context import Context
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.agent.part import TRAINER, Job, Part, TableRow
-from mxprobe.measuring.adapters.inventory import not_to_be_hooked
-from mxprobe.measuring.adapters.master import gradient_of
+from mxprobe.measuring.adapters.main_parameters import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
+from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.black_box import EVENT, TABLE, BlackBox, Entry, Norms
 from mxprobe.measuring.compat import in_backward, local_shard, norms_of
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import TRAINER, Job, Part
+from mxprobe.agent.taps.scalars import scalar
 from mxprobe.agent.taps.splicing import Splices
-from mxprobe.agent.taps.table import Tap
-from mxprobe.agent.taps.values import scalar
+from mxprobe.agent.taps.tap_table import Tap
 from mxprobe.measuring.compat import has_state_hooks
 
 SAVED, LOADED, RESUME, LEARNING_RATE = "checkpoint_saved", "checkpoint_loaded", "resume", "learning_rate"

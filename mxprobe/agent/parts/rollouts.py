@@ -24,16 +24,16 @@ from mxprobe.measuring.compat import in_backward
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.operands.weights import effective_weight
-from mxprobe.measuring.replay.policy import find_policy
-from mxprobe.measuring.replay.residuals import LayerDifference, layer_rows
+from mxprobe.measuring.replay.policy_output import find_policy
+from mxprobe.measuring.replay.residual_stream import LayerDifference, layer_rows
 from mxprobe.measuring.sampling import seed_of
-from mxprobe.measuring.tokens.batch import Batch
-from mxprobe.measuring.tokens.flips import Flips
 from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
-from mxprobe.measuring.tokens.head import find_head
+from mxprobe.measuring.tokens.lm_head import find_head
 from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
 from mxprobe.measuring.tokens.mismatch import Row, table_rows
+from mxprobe.measuring.tokens.routing_flips import Flips
+from mxprobe.measuring.tokens.training_batch import Batch
 
 EVENT = "logprobs"
 SOURCE = "mxprobe"

@@ -28,8 +28,8 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.measuring.adapters.adapter import Reading
+from mxprobe.measuring.adapters.families import adapter_of
 from mxprobe.measuring.adapters.placement import Placement
-from mxprobe.measuring.adapters.table import adapter_of
 from mxprobe.measuring.compat import base_of, in_backward
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.extent import Extent, element_bytes

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from mxprobe.agent.probes.forward_hooks import ForwardHooks, Guarded
-from mxprobe.measuring.adapters.inventory import has_fused_path, not_to_be_hooked
+from mxprobe.measuring.adapters.weight_modules import has_fused_path, not_to_be_hooked
 from mxprobe.measuring.compat import is_compiled
 from mxprobe.measuring.isolation import undisturbed
-from mxprobe.measuring.replay.residuals import (
+from mxprobe.measuring.replay.residual_stream import (
     GENERATION_TRAINING,
     LayerDifference,
     blocks_of,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from mxprobe.agent.taps.table import Tap
+from mxprobe.agent.taps.tap_table import Tap
 
 Listener = Callable[[Tap, "dict[str, Any]"], bool]
 """Gets a call's arguments by name; never raises. False: not understood, listen to the sinks below."""

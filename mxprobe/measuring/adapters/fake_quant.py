@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import Reading, Signature, Unread, held
-from mxprobe.measuring.adapters.linear import LinearAdapter
+from mxprobe.measuring.adapters.torch_linear import LinearAdapter
 from mxprobe.measuring.isolation import is_plain
 
 

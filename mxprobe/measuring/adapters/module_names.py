@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mxprobe.measuring.adapters.identity import Identity
+from mxprobe.measuring.adapters.layer_numbers import Identity
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -14,8 +14,9 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 def named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) below the roots, each once; names without what DDP and torch.compile put in front.
 
-    Layers and experts are called by their index in the whole model, see `mxprobe.measuring.adapters.identity`. With
-    several roots a name begins with its root's class, unless they are parts of one model that number their layers.
+    Layers and experts are called by their index in the whole model, see `mxprobe.measuring.adapters.layer_numbers`.
+    With several roots a name begins with its root's class, unless they are parts of one model that number their
+    layers.
     """
     found: list[list[tuple[str, nn.Module]]] = []
     seen: set[int] = set()

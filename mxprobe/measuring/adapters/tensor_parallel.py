@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import Reading, Unread, first_argument, held, unreadable
-from mxprobe.measuring.adapters.linear import LinearAdapter
 from mxprobe.measuring.adapters.placement import Placement, Shard
+from mxprobe.measuring.adapters.torch_linear import LinearAdapter
 from mxprobe.measuring.isolation import is_plain
 
 OUT_FEATURES, IN_FEATURES = 0, 1

@@ -29,7 +29,7 @@ from torch import nn
 
 from mxprobe.measuring.adapters.adapter import held
 from mxprobe.measuring.compat import own_parts
-from mxprobe.measuring.engines.parts import CERTAIN, Part, parts_of
+from mxprobe.measuring.engines.expert_parts import CERTAIN, Part, parts_of
 from mxprobe.measuring.engines.shuffles import (
     AS_LOADED,
     RowMap,

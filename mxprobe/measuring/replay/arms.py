@@ -37,10 +37,10 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.measuring.replay.backward import GradientSums, Layer, RoundedLinear, WeightGradients
-from mxprobe.measuring.replay.call import Call, forward_policy, replayed
+from mxprobe.measuring.replay.captured_call import Call, forward_policy, replayed
 from mxprobe.measuring.replay.expert_forwards import RoutingReplay
-from mxprobe.measuring.replay.linears import Product, intercepted
-from mxprobe.measuring.replay.policy import PolicyGradient, PolicyOutput, chosen, draw_tokens, entropy_of
+from mxprobe.measuring.replay.interception import Product, intercepted
+from mxprobe.measuring.replay.policy_output import PolicyGradient, PolicyOutput, chosen, draw_tokens, entropy_of
 from mxprobe.measuring.replay.representation import Representation
 from mxprobe.schema import DEFAULT_ARMS, Role
 from mxprobe_kernels.formats import Correction

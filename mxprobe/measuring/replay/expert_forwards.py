@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.measuring.adapters.experts import logits_of
-from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.adapters.expert_structure import is_router
+from mxprobe.measuring.adapters.fused_experts import logits_of
 from mxprobe.measuring.compat import in_backward
 from mxprobe.measuring.isolation import is_plain
-from mxprobe.measuring.replay.linears import hooked
+from mxprobe.measuring.replay.interception import hooked
 
 TOLERANCE = 1e-3
 """Relative to the weights: they are returned in the model's dtype, and divided in it."""

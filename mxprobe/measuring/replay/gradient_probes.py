@@ -29,10 +29,10 @@ from mxprobe.measuring.compat import backward_node_class, own_parts
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.replay.arms import BACKWARD_ROLES, FORWARD_ROLES, HIGH, arm_product, quantizer, run_arm
 from mxprobe.measuring.replay.backward import WeightGradients
-from mxprobe.measuring.replay.call import Call, forward_policy, replayed
+from mxprobe.measuring.replay.captured_call import Call, forward_policy, replayed
 from mxprobe.measuring.replay.components import COMPONENTS, error_parts, with_total
-from mxprobe.measuring.replay.linears import intercepted
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.interception import intercepted
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.schema import Role
 

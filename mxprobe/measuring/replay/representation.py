@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.measuring.replay.linears import Product
-from mxprobe.measuring.replay.residuals import Difference, LayerDifference, Row, difference, layer_rows
+from mxprobe.measuring.replay.interception import Product
+from mxprobe.measuring.replay.residual_stream import Difference, LayerDifference, Row, difference, layer_rows
 from mxprobe.measuring.sampling import spread
 
 MAX_ELEMENTS = 1 << 26

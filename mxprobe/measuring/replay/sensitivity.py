@@ -28,10 +28,10 @@ from torch import nn
 import mxprobe_kernels
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.isolation import undisturbed
-from mxprobe.measuring.replay.call import Call, forward_policy, is_by_sample, replayed, with_samples
+from mxprobe.measuring.replay.captured_call import Call, forward_policy, is_by_sample, replayed, with_samples
 from mxprobe.measuring.replay.components import COMPONENTS, error_parts, with_total
-from mxprobe.measuring.replay.linears import MAX_OUTPUT_BYTES, Recorded, intercepted
-from mxprobe.measuring.replay.policy import TOKEN_ARGUMENT, PolicyOutput, chosen, entropy_of
+from mxprobe.measuring.replay.interception import MAX_OUTPUT_BYTES, Recorded, intercepted
+from mxprobe.measuring.replay.policy_output import TOKEN_ARGUMENT, PolicyOutput, chosen, entropy_of
 from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.schema import Role
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.measuring.engines.stacks import HashedStack
+from mxprobe.measuring.engines.hashed_stacks import HashedStack
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import Snapshot, event_now
 from mxprobe.measuring.operands.weights import sample_watched

@@ -17,7 +17,7 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.measuring.isolation import is_plain
-from mxprobe.measuring.replay.linears import hooked
+from mxprobe.measuring.replay.interception import hooked
 
 SKETCH = 32
 MAX_TOKENS = 1024

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from mxprobe.agent.taps.values import integer
+from mxprobe.agent.taps.scalars import integer
 
 
 @dataclass(frozen=True)

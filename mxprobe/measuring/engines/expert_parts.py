@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import held
-from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
 from mxprobe.measuring.engines.shuffles import RowMap, Shuffle
 
 SEPARATE: tuple[tuple[str, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))

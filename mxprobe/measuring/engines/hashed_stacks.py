@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.expert_numbers import own_experts
-from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
+from mxprobe.measuring.engines.expert_parts import Part, parts_of
 from mxprobe.measuring.engines.fingerprints import Row, features_of, version_rows
-from mxprobe.measuring.engines.parts import Part, parts_of
 from mxprobe.measuring.isolation import is_plain, undisturbed
 from mxprobe.measuring.sampling import spread
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from mxprobe.agent.probes.module_probe import ModuleProbe
-from mxprobe.measuring.adapters.inventory import Entry
+from mxprobe.measuring.adapters.weight_modules import Entry
 
 PROBED, NOT_SELECTED, NOT_CALLED, NOT_LINEAR = "probed", "not_selected", "not_called", "not_linear"
 

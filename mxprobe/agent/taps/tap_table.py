@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from mxprobe.agent.taps import readers
+from mxprobe.agent.taps import metric_readers as readers
 
 
 @dataclass(frozen=True)

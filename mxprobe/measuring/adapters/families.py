@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import Adapter
-from mxprobe.measuring.adapters.experts import ExpertsAdapter, RouterAdapter
 from mxprobe.measuring.adapters.fake_quant import ModelOptAdapter, TorchaoAdapter, VerlAdapter
-from mxprobe.measuring.adapters.linear import LinearAdapter
+from mxprobe.measuring.adapters.fused_experts import ExpertsAdapter, RouterAdapter
 from mxprobe.measuring.adapters.megatron import ColumnParallelAdapter, RowParallelAdapter
 from mxprobe.measuring.adapters.tensor_parallel import TensorParallelAdapter
+from mxprobe.measuring.adapters.torch_linear import LinearAdapter
 from mxprobe.measuring.adapters.transformer_engine import (
     GroupedLinearAdapter,
     LayerNormLinearAdapter,

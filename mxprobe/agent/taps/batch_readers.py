@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mxprobe.agent.taps.table import Tap
+from mxprobe.agent.taps.tap_table import Tap
 from mxprobe.measuring.isolation import is_plain, undisturbed
-from mxprobe.measuring.tokens.batch import Batch, Ragged
+from mxprobe.measuring.tokens.training_batch import Batch, Ragged
 
 Arguments = Mapping[str, Any]
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from mxprobe.measuring import compat
 from mxprobe.measuring.isolation import is_plain, undisturbed
-from mxprobe.measuring.replay.policy import TOKEN_ARGUMENT, PolicyOutput, find_policy, given_tokens
-from mxprobe.measuring.replay.preserve import RandomState, preserved
+from mxprobe.measuring.replay.policy_output import TOKEN_ARGUMENT, PolicyOutput, find_policy, given_tokens
+from mxprobe.measuring.replay.preservation import RandomState, preserved
 from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.measuring.replay.sharded import WholeParameters, is_sharded
 

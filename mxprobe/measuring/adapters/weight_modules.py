@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mxprobe.measuring.adapters.adapter import MISFIT
+from mxprobe.measuring.adapters.families import adapter_of
 from mxprobe.measuring.adapters.module_names import named_modules
-from mxprobe.measuring.adapters.table import adapter_of
 from mxprobe.measuring.compat import is_compiled, own_parts
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 

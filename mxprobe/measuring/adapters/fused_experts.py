@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import Adapter, Reading, Unread, first_argument, held, unreadable
-from mxprobe.measuring.adapters.structure import expert_parameters, is_router
+from mxprobe.measuring.adapters.expert_structure import expert_parameters, is_router
 from mxprobe.measuring.isolation import is_plain
 
 _LOGITS_PLACE = {"Llama4Router": 1}

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.replay.arms import EXACT, HIGH, K3, Arm, arm_product, exact_kl, quantizer
-from mxprobe.measuring.replay.call import Call, forward_policy, is_by_sample, replayed, with_samples
-from mxprobe.measuring.replay.linears import Product, intercepted
-from mxprobe.measuring.replay.policy import PolicyOutput, chosen, entropy_of
+from mxprobe.measuring.replay.captured_call import Call, forward_policy, is_by_sample, replayed, with_samples
+from mxprobe.measuring.replay.interception import Product, intercepted
+from mxprobe.measuring.replay.policy_output import PolicyOutput, chosen, entropy_of
 from mxprobe.measuring.replay.refusal import NotReplayableError
-from mxprobe.measuring.replay.residuals import LayerDifference, Row, difference, layer_rows, sketched
+from mxprobe.measuring.replay.residual_stream import LayerDifference, Row, difference, layer_rows, sketched
 
 FLOOR, FLOOR_OWN = "floor", "floor_own"
 
