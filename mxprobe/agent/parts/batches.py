@@ -1,6 +1,6 @@
 """Listens where a framework has both sides' log-probabilities of its training batch: rows of table `rollouts`.
 
-Most RL trainers hold them, whatever engine generates and wherever it runs. `taps.batches` says where. Nothing is
+Most RL trainers hold them, whatever engine generates and wherever it runs. `taps.batch_readers` says where. Nothing is
 waited for: tensors are copied on their device, in probed steps only, and read by the worker.
 """
 
