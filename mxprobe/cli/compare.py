@@ -6,13 +6,13 @@ import json
 import math
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.errors import UsageError
-from mxprobe.printable import printable
+from mxprobe.cli.common import escape, folded, note, table, writing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from mxprobe.comparison import Comparison
     from mxprobe.comparison.levels import ErrorChange, SignalChange
     from mxprobe.comparison.provenance import ConfigChange
-    from mxprobe.trace import Trace
 
 _ERRORS_SHOWN = 12
 _LONGEST_VALUE = 60
+_escape = partial(escape, keep="\n")
 
 
 @click.command("compare")
@@ -64,27 +64,17 @@ def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None
         traces = TokenTrace(traces[0]), TokenTrace(traces[1])
     comparison = compare(*traces, thresholds)
     if output is not None:
-        _write_page(*traces, comparison, output)
+        from mxprobe_reports import write_comparison
+
+        with writing(output):
+            write_comparison(*traces, comparison, output, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
+        click.echo(f"page: {output}", err=True)
     for warning in comparison.alignment.warnings:
-        click.echo(f"note: {printable(warning)}", err=True)
+        note(warning)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
     else:
         show(comparison, show_all=show_all)
-
-
-def _write_page(a: Trace, b: Trace, comparison: Comparison, path: Path) -> None:
-    from mxprobe_reports import write_comparison
-
-    try:
-        write_comparison(a, b, comparison, path, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}",
-            cause="the directory does not exist, or is not writable",
-            remedy="name another file with -o",
-        ) from None
-    click.echo(f"page: {path}", err=True)
 
 
 def show(comparison: Comparison, *, show_all: bool = False, console: Console | None = None) -> None:
@@ -122,44 +112,41 @@ def _print_errors(errors: Sequence[ErrorChange], out: Console, *, show_all: bool
 
 
 def _config(changes: Sequence[ConfigChange]) -> Table:
-    table = _table("", "A", "B", "from")
+    shown = _table("", "A", "B", "from")
     for change in changes:
-        table.add_row(*map(_escape, (change.name, _cut(change.a), _cut(change.b), change.origin)))
-    return table
+        shown.add_row(*map(_escape, (change.name, _cut(change.a), _cut(change.b), change.origin)))
+    return shown
 
 
 def _signals(changes: Sequence[SignalChange]) -> Table:
-    table = _table("", "A", "B", "B - A [95 %]", "trend A", "trend B", right=(1, 2, 3))
+    shown = _table("", "A", "B", "B - A [95 %]", "trend A", "trend B", right=(1, 2, 3))
     for each in changes:
         low, high = each.change.low, each.change.high
         interval = rf"{each.change.difference:+.3g} \[{low:+.3g}, {high:+.3g}]"
         style = "bold" if each.change.is_clear else None
         cells = (f"{each.a.mean:.4g}", f"{each.b.mean:.4g}", interval, each.trend_a, each.trend_b)
-        table.add_row(_escape(each.metric), *cells, style=style)
-    return table
+        shown.add_row(_escape(each.metric), *cells, style=style)
+    return shown
 
 
 def _errors(changes: Sequence[ErrorChange]) -> Table:
-    table = _table("", "operand", "modules", "phase", "A", "B", "B / A [95 %]", right=(4, 5, 6))
+    shown = _table("", "operand", "modules", "phase", "A", "B", "B / A [95 %]", right=(4, 5, 6))
     for each in changes:
         ratio = (
             rf"{each.ratio:.2f} \[{each.ratio_low:.2f}, {each.ratio_high:.2f}]" if math.isfinite(each.ratio) else "-"
         )
         cells = (each.measure.replace("_", " "), each.role, each.kind, each.phase)
-        table.add_row(
+        shown.add_row(
             *map(_escape, cells), _level(each.a), _level(each.b), ratio, style="bold" if each.is_clear else None
         )
-    return table
+    return shown
 
 
 def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for position, name in enumerate(columns):
-        table.add_column(name, justify="right" if position in right else "left", overflow="fold")
-    return table
+    headed = table(*map(folded, columns))
+    for position in right:
+        headed.columns[position].justify = "right"
+    return headed
 
 
 def _level(value: float) -> str:
@@ -168,10 +155,3 @@ def _level(value: float) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
-
-
-def _escape(text: str) -> str:
-    """Neither markup to rich nor commands to the terminal."""
-    from rich.markup import escape
-
-    return escape(printable(text, keep="\n"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli import engines
+from mxprobe.cli.common import engine_option, escape, note, require_measurements, right, table
 from mxprobe.errors import UsageError
-from mxprobe.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,7 @@ _KEY_EVIDENCE = (
     "where",
 )
 _SHORT_SNIPPET_LINES = 12
+_escape = partial(escape, keep="\n")
 _AFTER_KNEE, _MAX_POINTS = 3, 24
 _CAPTION = (
     "gain: part of the GEMM-output error removed, measured; held: on steps that did not choose; recovery: part of the "
@@ -38,7 +39,7 @@ _CAPTION = (
 
 @click.command("recommend")
 @click.argument("trace", type=click.Path(path_type=Path))
-@engines.option
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.recommend/1) on standard output.")
 @click.option(
     "--explain",
@@ -73,7 +74,6 @@ def command(
     different things.
     """
     from mxprobe.attribution import recommend
-    from mxprobe.cli.emptiness import require_measurements
     from mxprobe.config import load
     from mxprobe.trace import open_trace
 
@@ -83,10 +83,10 @@ def command(
         thresholds = thresholds.replace(device=device)
     recommendation = recommend(opened, thresholds, framework=framework, neighbours=as_json or explain)
     for problem in opened.problems:
-        click.echo(f"note: {printable(problem)}", err=True)
+        note(problem)
     events = opened.events()
     for event in events[events["kind"].astype(str) == "flight"].itertuples():
-        click.echo(f"note: flight recorder at step {event.step}: {printable(str(event.detail))}", err=True)
+        note(f"flight recorder at step {event.step}: {event.detail}")
     if as_json:
         click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
     else:
@@ -153,7 +153,7 @@ _LEFT_BY = {
 
 
 def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
-    """The curve around its knee, and the pattern list of the modules up to it."""
+    """Print the curve around its knee, and the pattern list of the modules up to it."""
     from rich.padding import Padding
 
     from mxprobe.attribution.words import number
@@ -181,7 +181,7 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
 
 
 def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
-    """The columns that the trace holds, then the others by the reason."""
+    """Print the columns that the trace holds, then the others by the reason for which they are withheld."""
     from rich.padding import Padding
 
     from mxprobe.attribution.words import number
@@ -212,15 +212,17 @@ def _parse(text: str) -> tuple[str, float]:
 
 
 def _corrections(recommendation: Recommendation) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_CAPTION, caption_justify="left")
-    table.add_column("correction", no_wrap=True)
-    for name in ("gain [95 %]", "held", "recovery", "cost"):
-        table.add_column(_escape(name), justify="right", no_wrap=True)
-    table.add_column("opt", no_wrap=True)
-    table.add_column("")  # the one that wraps where the terminal is narrow: no number may be cut off
+    shown = table(
+        Column("correction", no_wrap=True),
+        *map(right, (_escape("gain [95 %]"), "held", "recovery", "cost")),
+        Column("opt", no_wrap=True),
+        "",  # the one that wraps where the terminal is narrow: no number may be cut off
+        padding=(0, 1, 0, 0),
+        caption=_CAPTION,
+        caption_justify="left",
+    )
     tiers = {score.correction: score.tier for score in recommendation.corrections}
     last = [name for name, tier in tiers.items() if tier == 1][-1:]
     for score in recommendation.corrections:
@@ -234,19 +236,15 @@ def _corrections(recommendation: Recommendation) -> Table:
             {True: "yes", False: "no", None: "-"}[score.engine_has_it],
             _remark(score, is_chosen=chosen),
         )
-        table.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)
-    return table
+        shown.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)
+    return shown
 
 
 def _gain(score: CorrectionScore) -> str:
+    """Return for example `0.70 [0.64, 0.77]`, its bracket kept from rich."""
     if not (math.isfinite(score.gain_low) and math.isfinite(score.gain_high)):
         return _two(score.gain)
-    return f"{_two(score.gain)} {_interval(score)}"
-
-
-def _interval(score: CorrectionScore) -> str:
-    """`[0.64, 0.77]` with its bracket kept from rich."""
-    return rf"\[{_two(score.gain_low)}, {_two(score.gain_high)}]"
+    return rf"{_two(score.gain)} \[{_two(score.gain_low)}, {_two(score.gain_high)}]"
 
 
 def _two(value: float | None) -> str:
@@ -262,10 +260,3 @@ def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
     if score.tier == 2:
         words.append("other format")
     return ", ".join(words)
-
-
-def _escape(text: str) -> str:
-    """Neither markup to rich nor commands to the terminal."""
-    from rich.markup import escape
-
-    return escape(printable(text, keep="\n"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli.common import escape, note, right, table
 from mxprobe.errors import TraceError
 from mxprobe.printable import printable
 
@@ -45,7 +46,7 @@ def command(trace: Path, as_json: bool, show_all: bool) -> None:
     opened = open_trace(trace)
     summary = replay_summary(opened)
     for problem in opened.problems:
-        click.echo(f"note: {printable(problem)}", err=True)
+        note(problem)
     if summary is None:
         events = opened.events()
         said = events.loc[events["kind"].astype(str) == "sensitivity", "detail"].astype(str).tolist()
@@ -85,30 +86,30 @@ def show(summary: ReplaySummary, *, show_all: bool = False, console: Console | N
         holds = "holds" if summary.is_valid else "does not hold: effects interact, or are not small"
         out.print(f"\nDelta2 predicts a KL of {_number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
     _show_gradients(out, summary, None if show_all else _MAX_ROWS)
-    for note in summary.notes:
-        out.print(f"[dim]note: {_escape(note)}[/]")
+    for text in summary.notes:
+        out.print(f"[dim]note: {escape(text)}[/]")
 
 
 def _show_arms(out: Console, summary: ReplaySummary) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_escape(_LEGEND), caption_justify="left"
+    shown = table(
+        Column("arm", no_wrap=True),
+        *map(right, ("KL, nats/token", "gain \\[95 %]", "predicted", "entropy", "dW error")),
+        padding=(0, 1, 0, 0),
+        caption=escape(_LEGEND),
+        caption_justify="left",
     )
-    table.add_column("arm", no_wrap=True)
-    for name in ("KL, nats/token", "gain \\[95 %]", "predicted", "entropy", "dW error"):
-        table.add_column(name, justify="right", no_wrap=True)
     for arm in summary.arms:
-        table.add_row(
-            _escape(arm.arm),
+        shown.add_row(
+            escape(arm.arm),
             _number(arm.kl.value),
             _estimate(arm.gain),
             "-" if arm.predicted_gain is None else f"{arm.predicted_gain:.2f}",
             "-" if math.isnan(arm.entropy_shift) else f"{arm.entropy_shift:+.4f}",
             "-" if arm.gradient_error is None else _number(arm.gradient_error.value),
         )
-    out.print(table)
+    out.print(shown)
 
 
 def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> None:
@@ -116,19 +117,19 @@ def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> 
         out.print("\n[bold]Weight gradients as it rounds now[/]: relative L2, cosine, log2 norm ratio, projection gain")
         for row in summary.gradients[:limit]:
             numbers = f"{row.relative_l2:.3f}  {row.cosine:.3f}  {row.log2_norm_ratio:+.3f}  {row.projection_gain:.3f}"
-            out.print(f"  {numbers}  {_escape(row.module)}", soft_wrap=True)
+            out.print(f"  {numbers}  {escape(row.module)}", soft_wrap=True)
     if summary.operands:
         method = summary.operands[0].method.replace("_", " ")
         out.print(f"\n[bold]Operands by what their error does to all weight gradients[/] (relative L2, by {method})")
         for operand in summary.operands[:limit]:
-            out.print(f"  {operand.relative_l2:.4f}  {_escape(operand.module)} {operand.role}", soft_wrap=True)
+            out.print(f"  {operand.relative_l2:.4f}  {escape(operand.module)} {operand.role}", soft_wrap=True)
     left = max((len(rows) - (limit or len(rows)) for rows in (summary.gradients, summary.operands)), default=0)
     if left > 0:
         out.print("[dim]more: --all[/]")
 
 
 def _estimate(value: Estimate | None) -> str:
-    """`0.64 [0.60, 0.68]`, the bracket kept from rich."""
+    """Return for example `0.64 [0.60, 0.68]`, its bracket kept from rich."""
     if value is None:
         return "-"
     if not (math.isfinite(value.low) and math.isfinite(value.high)):
@@ -138,9 +139,3 @@ def _estimate(value: Estimate | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2e}" if math.isfinite(value) else "-"
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(printable(text))

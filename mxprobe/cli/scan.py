@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mxprobe.cli.common import folded, right, table
 from mxprobe.errors import EXIT_TRACE
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Column
 
-    from mxprobe.scan import ScanResult, ScanSettings
+    from mxprobe.scan.scanner import ScanResult
+    from mxprobe.scan.settings import ScanSettings
 
 _ARMS = {"q": "quantized", "qstar": "with ideal scales", "qstar_dz": "and no deadzone"}
 _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
@@ -23,9 +26,7 @@ _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
 @click.command("scan")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Trace to write; default NAME.mxprobe.")
-@click.option(
-    "--format", "format_", default="mxfp4", show_default=True, metavar="NAME", help="Number format to quantize to."
-)
+@click.option("--format", default="mxfp4", show_default=True, metavar="NAME", help="Number format to quantize to.")
 @click.option(
     "--rule", default="rceil", show_default=True, metavar="RULE", help="Scale rule of its power-of-two scales."
 )
@@ -58,16 +59,13 @@ def command(
     context: click.Context,
     checkpoint: Path,
     output: Path | None,
-    format_: str,
-    rule: str,
     whatifs: tuple[str, ...],
     no_whatif: bool,
-    whatif_elements: int,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     calibration: Path | None,
-    calibration_batches: int,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Decompose the quantization error of the weights in CHECKPOINT, a safetensors file or a HuggingFace directory.
 
@@ -85,20 +83,17 @@ def command(
     from rich.markup import escape
 
     from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
-    from mxprobe.scan import ScanSettings
+    from mxprobe.scan.settings import ScanSettings
     from mxprobe.scan.summary import summarise
     from mxprobe.trace import open_trace
-    from mxprobe_kernels.formats import DEFAULT_WHATIFS
+    from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
     settings = ScanSettings(
-        format=format_,
-        rule=rule,
+        **chosen,
         whatifs=() if no_whatif else whatifs or DEFAULT_WHATIFS,
-        whatif_elements=whatif_elements,
         include=include or ("*",),
         exclude=exclude or DEFAULT_EXCLUDE,
         calibration=str(calibration) if calibration else "",
-        calibration_batches=calibration_batches,
     )
     status = Console(stderr=True)
     directory = output or Path(f"{checkpoint.resolve().name.removesuffix('.safetensors')}.mxprobe")
@@ -121,7 +116,7 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from mxprobe.scan import scan
+    from mxprobe.scan.scanner import scan
 
     columns = (
         BarColumn(),
@@ -150,44 +145,46 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
             raise
 
 
+def _numbers(*names: str) -> list[Column]:
+    from rich.table import Column
+
+    return [Column(name, justify="right") for name in names]
+
+
+def _print_table(
+    out: Console, columns: Iterable[Column | str], rows: Iterable[Iterable[str]], below: Iterable[str] = ()
+) -> None:
+    shown = table(*columns, box=None)
+    for row in rows:
+        shown.add_row(*row)
+    out.print(shown)
+    for line in below:
+        out.print(line)
+    out.print()
+
+
 def _show(summary: dict[str, Any], out: Console) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     directions = summary["directions"]
+    headings = [_DIRECTIONS[direction["role"]] for direction in directions]
     if directions:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all weights")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
-        for label, cell in _LINES.items():
-            table.add_row(label, *(cell(direction) for direction in directions))
-        out.print(table)
-        out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]")
-        out.print()
+        rows = ((label, *map(cell, directions)) for label, cell in _LINES.items())
+        note = "[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]"
+        _print_table(out, ("all weights", *_numbers(*headings)), rows, [note])
     if any(direction["corrections"] for direction in directions):
-        table = Table(box=None, pad_edge=False)
-        table.add_column("error left by")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
         first = directions[0]["corrections"]
-        for name in sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0):
-            table.add_row(name, *(_fixed(3)(direction["corrections"].get(name)) for direction in directions))
-        out.print(table)
-        out.print()
+        names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0)
+        rows = ((name, *(_fixed(3)(each["corrections"].get(name)) for each in directions)) for name in names)
+        _print_table(out, ("error left by", *_numbers(*headings)), rows)
     if summary["worst"]:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst weights", overflow="fold")
-        table.add_column("role")
-        for heading in ("SQNR dB", "scale", "deadzone", "grid", "zeros"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in summary["worst"]:
-            shares = (_fixed(2)(row[name]) for name in ("scale", "deadzone", "grid"))
-            table.add_row(
-                escape(row["module"]), row["role"], _fixed(2)(row["sqnr_db"]), *shares, _percent(row["zero_frac"])
-            )
-        out.print(table)
-        out.print()
+        shares = ("sqnr_db", "scale", "deadzone", "grid")
+        rows = (
+            (escape(row["module"]), row["role"], *(_fixed(2)(row[n]) for n in shares), _percent(row["zero_frac"]))
+            for row in summary["worst"]
+        )
+        numbers = map(right, ("SQNR dB", "scale", "deadzone", "grid", "zeros"))
+        _print_table(out, (folded("worst weights"), "role", *numbers), rows)
     if summary["calibration"]:
         _show_calibration(summary["calibration"], summary["modules"].get("probed", 0), out)
     for name, count in summary["quantized"].items():
@@ -199,7 +196,6 @@ def _show(summary: dict[str, Any], out: Console) -> None:
 
 def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     inputs, activations = found["inputs"], found["activations"]
     said = f"{inputs['n_sequences']} of {inputs['n_available']} sequences, {inputs['n_tokens']:,} tokens"
@@ -207,39 +203,26 @@ def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> No
     if inputs["n_modules"] < n_weights:
         out.print(f"{inputs['n_modules']} of {n_weights} weights belong to Linears; the others stay in high precision")
     if activations:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all inputs of Linears")
-        table.add_column("sampled rows", justify="right")
-        for label, cell in _LINES.items():
-            table.add_row(label, cell(activations))
         errors = activations["output_error"]
         both = " / ".join(_percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
-        table.add_row("error of the output, by X / by W", both)
-        out.print(table)
-        out.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst products", overflow="fold")
-        table.add_column("error of the output by X", justify="right")
-        table.add_column("zeros in X", justify="right")
-        for row in found["worst_outputs"]:
-            table.add_row(escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
-        out.print(table)
-        out.print()
+        rows = [(label, cell(activations)) for label, cell in _LINES.items()]
+        rows.append(("error of the output, by X / by W", both))
+        _print_table(out, ("all inputs of Linears", *_numbers("sampled rows")), rows)
+        rows = (
+            (escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
+            for row in found["worst_outputs"]
+        )
+        _print_table(out, (folded("worst products"), *_numbers("error of the output by X", "zeros in X")), rows)
     if found["kl"] is None:
         out.print(f"{escape(inputs['model'])} has no next-token distribution: no Delta2, no KL")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("what moves the model", overflow="fold")
-    table.add_column("role")
-    table.add_column("predicted KL, nats per token", justify="right")
-    for row in found["most_sensitive"]:
-        table.add_row(escape(row["module"]), row["role"], _scientific(row["predicted_kl"]))
-    out.print(table)
+    columns = (folded("what moves the model"), "role", *_numbers("predicted KL, nats per token"))
+    rows = ((escape(row["module"]), row["role"], _scientific(row["predicted_kl"])) for row in found["most_sensitive"])
     arms = ", ".join(f"{_ARMS.get(arm, arm)} {_scientific(kl)}" for arm, kl in found["kl"].items())
-    out.print(f"KL of the model against itself as it is: {escape(arms)} nats per token")
+    below = [f"KL of the model against itself as it is: {escape(arms)} nats per token"]
     if not found["is_first_order"]:
-        out.print("[yellow]the single effects do not add up to it[/]: read their order, not their size")
-    out.print()
+        below.append("[yellow]the single effects do not add up to it[/]: read their order, not their size")
+    _print_table(out, columns, rows, below)
 
 
 def _scientific(value: float | None) -> str:

@@ -7,7 +7,6 @@ sequences in a training batch of the same optimizer step, each in a row of its o
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable
@@ -22,74 +21,17 @@ from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
 from mxprobe.measuring.compat import in_backward
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
-from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.operands.weights import effective_weight
 from mxprobe.measuring.replay.policy_output import find_policy
-from mxprobe.measuring.replay.residual_stream import LayerDifference, layer_rows
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
 from mxprobe.measuring.tokens.lm_head import find_head
-from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
+from mxprobe.measuring.tokens.logprobs import Scored, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
-from mxprobe.measuring.tokens.mismatch import Row, table_rows
-from mxprobe.measuring.tokens.routing_flips import Flips
+from mxprobe.measuring.tokens.rollout_measurement import EVENT, Measurement
 from mxprobe.measuring.tokens.training_batch import Batch
 
-EVENT = "logprobs"
-SOURCE = "mxprobe"
-GENERATION = "generation"
-"""`source` of rows that come from a generation in this process."""
 MAX_MICRO_BATCHES = 16
-
-TableRow = tuple[str, Row]
-Tell = Callable[[str, str], None]
-
-
-class Measurement:
-    """A generation and its training forwards; `rows` waits for the device and belongs to the worker."""
-
-    def __init__(
-        self,
-        generation: Generation,
-        scored: Sequence[Scored],
-        step: int,
-        streams: Sequence[LayerDifference] = (),
-        flips: Flips | None = None,
-    ) -> None:
-        self.device = generation.prompt.device
-        self.ready = event_now(self.device)
-        self._generation = generation
-        self._scored = scored
-        self._streams = list(streams)
-        self._flips = flips
-        self._step = step
-        self._time_ns = time.time_ns()
-
-    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
-        generation, when = self._generation, {"step": step_base + self._step, "time_ns": self._time_ns}
-        if generation.unaltered is not None and not bool(generation.unaltered):
-            tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
-            return []
-        found = [row for row in layer_rows(self._streams) if row["median_frac"] == row["median_frac"]]
-        layers = [("layers", {**when, "micro_step": 0, **row}) for row in found]  # without those of no token
-        return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
-
-    def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:
-        if self._flips is None:
-            return []
-        counted = counted_tokens(generation, self._flips.found)
-        return [("routing_flips", {**when, **row}) for row in self._flips.rows(counted)]
-
-    def _token_rows(self, generation: Generation, when: dict[str, int], tell: Tell) -> list[TableRow]:
-        pairs = pair_up(generation, self._scored, None if self._flips is None else self._flips.anywhere)
-        if not len(pairs.log_prob_rollout):
-            tell(EVENT, "not measured: none of the generated sequences was in a training batch of the same step")
-            return []
-        temperature = generation.sampling.temperature
-        tell(EVENT, f"measured at temperature {temperature:g}, as read from the running generate()")
-        dtype = compute_dtype(generation, self._scored)
-        drawn = table_rows(pairs, when, GENERATION, signal_source=SOURCE, temperature=temperature, dtype=dtype)
-        return list(drawn)
 
 
 class Rollouts(Part):

@@ -43,7 +43,7 @@ from mxprobe.measuring.replay.interception import Product, intercepted
 from mxprobe.measuring.replay.policy_output import PolicyGradient, PolicyOutput, chosen, draw_tokens, entropy_of
 from mxprobe.measuring.replay.representation import Representation
 from mxprobe.schema import DEFAULT_ARMS, Role
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.recipe_grammar import Correction
 
 HIGH = "high"
 SEQUENCE = ("q", "qstar", "qstar_dz")
