@@ -19,7 +19,7 @@ import torch
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.probes.experts_probe import ExpertsProbe
-from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig

@@ -20,10 +20,10 @@ from mxprobe.cli import main
 from mxprobe.measuring.operands.block_statistics import block_row, transposition_row
 from mxprobe.measuring.operands.operand import Operand, measure_operand
 from mxprobe.measuring.replay.arms import replay_arms
-from mxprobe.measuring.replay.call import capture
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.captured_call import capture
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows
-from mxprobe.measuring.versions.updates import update_row
+from mxprobe.measuring.versions.weight_updates import update_row
 from mxprobe.schema import Role
 from mxprobe.trace import TraceWriter, open_trace
 from tests import small_lm, synthetic

@@ -25,7 +25,7 @@ from mxprobe.agent.probes.experts_probe import ExpertsProbe
 from mxprobe.agent.probes.gemm_watch import GemmWatch
 from mxprobe.agent.recorder import to_columns
 from mxprobe.audit.pitfalls import find_pitfalls
-from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
 from mxprobe.measuring.moe import expert_snapshot as snapshot
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
 from mxprobe.measuring.step_rows import measure_step

@@ -10,11 +10,11 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.inventory import module_rows
+from mxprobe.agent.module_rows import module_rows
 from mxprobe.agent.probes.grouped_probe import GroupedProbe
 from mxprobe.agent.probes.router_probe import probe_of
 from mxprobe.measuring.adapters.expert_numbers import first_experts
-from mxprobe.measuring.adapters.inventory import take_inventory
+from mxprobe.measuring.adapters.weight_modules import take_inventory
 from mxprobe.measuring.moe import expert_snapshot as snapshot
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
 from mxprobe.measuring.step_rows import measure_step

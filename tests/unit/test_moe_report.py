@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from mxprobe.agent.inventory import NOT_REPLAYED
+from mxprobe.agent.module_rows import NOT_REPLAYED
 from mxprobe.agent.recorder import to_columns
 from mxprobe.attribution.experts import Mixture, Standout
 from mxprobe.protocol import AgentConfig

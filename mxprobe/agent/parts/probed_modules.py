@@ -10,13 +10,13 @@ from torch import nn
 
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.context import Context
-from mxprobe.agent.inventory import NO_GRADIENT, module_rows
+from mxprobe.agent.module_rows import NO_GRADIENT, module_rows
 from mxprobe.agent.part import Job, Part, TableRow
 from mxprobe.agent.probes.module_probe import ModuleProbe, any_rollout
 from mxprobe.agent.probes.router_probe import probe_of
 from mxprobe.measuring.adapters.expert_numbers import first_experts
-from mxprobe.measuring.adapters.inventory import COMPILED, Entry, misfits, take_inventory
 from mxprobe.measuring.adapters.token_groups import token_group
+from mxprobe.measuring.adapters.weight_modules import COMPILED, Entry, misfits, take_inventory
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
 from mxprobe.measuring.operands.bare_weights import copy_weights
 from mxprobe.measuring.operands.snapshot import Snapshot

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.measuring.adapters.linear import effective_weight as effective_weight
-from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.adapters.families import adapter_of
+from mxprobe.measuring.adapters.torch_linear import effective_weight as effective_weight
 from mxprobe.measuring.isolation import is_plain
 from mxprobe.measuring.sampling import sample_tiles, spread, take
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import held
+from mxprobe.measuring.compat import frames_from
 
 _PIPELINING = "torch.distributed.pipelining"
 _MAX_FRAMES = 12
@@ -43,16 +45,13 @@ def note_stage(root: nn.Module, frame: FrameType | None) -> None:
     """Remember which pipeline stage has just called the model, as its caller's frames say."""
     if _PIPELINING not in sys.modules or root in _stages:
         return
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return
-        if frame.f_globals.get("__name__", "").startswith(_PIPELINING):
-            stage: Any = frame.f_locals.get("self")
+    for above in islice(frames_from(frame), _MAX_FRAMES):
+        if above.f_globals.get("__name__", "").startswith(_PIPELINING):
+            stage: Any = above.f_locals.get("self")
             held_by = vars(stage) if hasattr(type(stage), "forward_one_chunk") else {}
             if held_by.get("submod") is root:
                 _stages[root] = Stage(int(held_by["stage_index"]), int(held_by["num_stages"]))
                 return
-        frame = frame.f_back
 
 
 class Identity:
@@ -75,7 +74,7 @@ class Identity:
         self._prefix = f"stage{stage.index}" if stage is not None and stage.count > 1 and not self.numbered else ""
 
     def __call__(self, name: str) -> str:
-        """The name in the whole model of the module that `root.named_modules()` calls `name`."""
+        """Return the name in the whole model of the module that `root.named_modules()` calls `name`."""
         parts, named = name.split(".") if name else [], []
         for i, part in enumerate(parts):
             index = self._indices.get(".".join(parts[:i]), {}).get(part)
@@ -84,7 +83,7 @@ class Identity:
 
 
 def _layer_numbers(children: Mapping[str, nn.Module]) -> dict[str, int] | None:
-    """Local name -> index in the whole model, where every child says so and no two say the same."""
+    """Return local name -> index in the whole model, where every child says so and no two say the same."""
     found: dict[str, int] = {}
     for name, child in children.items():
         number = next(_numbers_in(child), None)
@@ -103,7 +102,7 @@ def _numbers_in(block: nn.Module) -> Iterator[int]:
 
 
 def _expert_indices(path: str, modules: Mapping[str, nn.Module], n: int) -> dict[str, int] | None:
-    """Of a list of experts, by what the module around it says; None of any other list."""
+    """Return the indices of a list of experts, by what the module around it says; None for any other list."""
     above = path
     while n and above:
         above = above.rpartition(".")[0]

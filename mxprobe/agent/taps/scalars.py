@@ -8,7 +8,7 @@ from typing import Any
 
 
 def scalar(value: Any) -> float | None:
-    """The value as a float, NaN and infinities included; None for anything but one real number on the CPU.
+    """Return the value as a float, NaN and infinities included; None for anything but one real number on the CPU.
 
     Python and numpy numbers, and tensors and arrays of one element. A bool is a flag, not a metric.
     """
@@ -30,7 +30,7 @@ def scalar(value: Any) -> float | None:
 
 
 def is_on_device(value: Any) -> bool:
-    """True for a tensor of one element that could only be read by waiting for its device."""
+    """Say whether a value is a tensor of one element that could only be read by waiting for its device."""
     try:
         return _is_tensor(value) and value.device.type not in ("cpu", "meta") and value.numel() == 1
     except Exception:
@@ -38,7 +38,7 @@ def is_on_device(value: Any) -> bool:
 
 
 def integer(value: Any) -> int | None:
-    """The value as a step count, or None."""
+    """Return the value as a step count, or None."""
     number = scalar(value)
     return int(number) if number is not None and abs(number) < 2**53 else None
 

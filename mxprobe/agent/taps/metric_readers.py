@@ -1,4 +1,4 @@
-"""What a call to a sink says: which numbers, at which step. One function or factory per shape of call.
+"""Readers of metrics: which numbers a call to a sink reports, at which step. One function a shape of call.
 
 A reader gets the call's arguments by name (`self` included) and gives one `Reading` per step it reports. It may
 raise: the call then counts as not understood, and the sinks below it are listened to instead.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from mxprobe.agent.taps.values import integer
+from mxprobe.agent.taps.scalars import integer
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ Reader = Callable[[Arguments], "list[Reading]"]
 _STEP_KEYS = ("train/global_step", "trainer/global_step", "global_step", "_step")
 
 
-def named(data: str, step: str = "step") -> Reader:
-    """For functions with a mapping argument and a step argument of these names."""
+def named(data: str) -> Reader:
+    """Return the reader of a function with a mapping argument of this name and an argument `step`."""
 
     def read(arguments: Arguments) -> list[Reading]:
-        return [Reading(_mapping(arguments[data]), integer(arguments.get(step)))]
+        return [Reading(_mapping(arguments[data]), integer(arguments.get("step")))]
 
     return read
 
 
 def logged(data: str) -> Reader:
-    """As `named`; without a step, the one that is logged beside the metrics, if there is one.
+    """Read as `named` does; without a step, take the one that is logged beside the metrics, if there is one.
 
     A logger's own count of calls is no step: a trainer may log ten times in one step, or every tenth step.
     """
@@ -56,7 +56,7 @@ def logged(data: str) -> Reader:
 
 
 def prefixed(prefix: str, data: str, step: str) -> Reader:
-    """As `named`, for sinks that put `prefix` in front of each key further down."""
+    """Read as `named` does, for sinks that put `prefix` in front of each key further down."""
 
     def read(arguments: Arguments) -> list[Reading]:
         metrics = {f"{prefix}{key}": value for key, value in _mapping(arguments.get(data) or {}).items()}
@@ -66,7 +66,7 @@ def prefixed(prefix: str, data: str, step: str) -> Reader:
 
 
 def trainer_log(arguments: Arguments) -> list[Reading]:
-    """`transformers.Trainer.log`: every rank calls it, rank 0 reports; it adds the epoch and the tokens itself."""
+    """Read `transformers.Trainer.log`: every rank calls it, rank 0 reports; it adds the epoch and the tokens itself."""
     trainer = arguments["self"]
     state = trainer.state
     if not state.is_world_process_zero:
@@ -80,17 +80,17 @@ def trainer_log(arguments: Arguments) -> list[Reading]:
 
 
 def framework_of(trainer_class: type) -> str:
-    """`trl` where a class of the trainer's ancestry lives there, else `transformers`."""
+    """Return `trl` where a class of the trainer's ancestry lives there, else `transformers`."""
     return "trl" if any(c.__module__.split(".")[0] == "trl" for c in trainer_class.__mro__) else "transformers"
 
 
 def accelerator(arguments: Arguments) -> list[Reading]:
-    """`Accelerator.log`: every rank calls it, the main one hands it to the trackers."""
+    """Read `Accelerator.log`: every rank calls it, the main one hands it to the trackers."""
     return logged("values")(arguments) if arguments["self"].is_main_process else []
 
 
 def nemo_rl(arguments: Arguments) -> list[Reading]:
-    """`Logger.log_metrics`: the prefix is part of the key; with a step metric, the step is another clock's."""
+    """Read `Logger.log_metrics`: the prefix is part of the key; with a step metric, the step is another clock's."""
     prefix = arguments.get("prefix") or ""
     metrics = _mapping(arguments["metrics"])
     data = {f"{prefix}/{key}" if prefix else key: value for key, value in metrics.items()}
@@ -99,13 +99,13 @@ def nemo_rl(arguments: Arguments) -> list[Reading]:
 
 
 def step_keyed(arguments: Arguments) -> list[Reading]:
-    """slime and miles: `step_key` names the entry that holds the step, e.g. `train/step` or `rollout/step`."""
+    """Read the sink of slime and miles: `step_key` names the entry with the step, e.g. `train/step`."""
     metrics, key = _mapping(arguments["metrics"]), str(arguments["step_key"])
     return [Reading({k: v for k, v in metrics.items() if k != key}, integer(metrics.get(key)), key)]
 
 
 def areal(arguments: Arguments) -> list[Reading]:
-    """`StatsLogger.commit`: one mapping per minibatch, at consecutive steps that never go back."""
+    """Read `StatsLogger.commit`: one mapping per minibatch, at consecutive steps that never go back."""
     data = arguments["data"]
     items = [data] if isinstance(data, Mapping) else list(data)
     last = integer(vars(arguments["self"]).get("_last_commit_step"))
@@ -117,13 +117,13 @@ def areal(arguments: Arguments) -> list[Reading]:
 
 
 def prime_rl(arguments: Arguments) -> list[Reading]:
-    """`monitors.log` also takes episodes, which hold text: those are not metrics."""
+    """Read `monitors.log`, which also takes episodes, which hold text: those are not metrics."""
     data = arguments["data"]
     return [Reading(data, integer(arguments["step"]))] if isinstance(data, Mapping) else []
 
 
 def one_value(key: str, value: str, step: str) -> Reader:
-    """For functions that log a single number."""
+    """Return the reader of a function that logs a single number."""
 
     def read(arguments: Arguments) -> list[Reading]:
         return [Reading({arguments[key]: arguments[value]}, integer(arguments.get(step)))]
@@ -132,7 +132,7 @@ def one_value(key: str, value: str, step: str) -> Reader:
 
 
 def mlflow_batch(arguments: Arguments) -> list[Reading]:
-    """`MlflowClient.log_batch`: entities with key, value and step."""
+    """Read `MlflowClient.log_batch`: entities with key, value and step."""
     by_step: dict[int | None, dict[Any, Any]] = {}
     for metric in arguments.get("metrics", ()):
         by_step.setdefault(integer(metric.step), {})[metric.key] = metric.value

@@ -12,12 +12,12 @@ import torch
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What the optimizer will use: `main_grad` where there is one, else `.grad`."""
+    """Return the gradient that the optimizer will use: `main_grad` where there is one, else `.grad`."""
     main: Any = getattr(parameter, "main_grad", None)
     return main if isinstance(main, torch.Tensor) else parameter.grad
 
 
 def is_stepped_by(parameter: torch.Tensor, owned: set[int]) -> bool:
-    """Whether the parameter, or its copy, is among the ids of those that an optimizer owns."""
+    """Say whether the parameter, or its copy, is among the ids of those that an optimizer owns."""
     main: Any = getattr(parameter, "main_param", None)
     return id(parameter) in owned or (main is not None and id(main) in owned)

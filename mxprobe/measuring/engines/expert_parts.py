@@ -1,4 +1,4 @@
-"""The experts of one parameter, as the matrices that they are: what a trainer's fused experts are called elsewhere.
+"""The experts of one parameter as single matrices: what a trainer's fused experts are called elsewhere.
 
     gate_up_proj [E, 2 F, H], down_proj [E, H, F]      row i of gate and of up: i, F + i, or 2 i, 2 i + 1 (gpt-oss)
     turned: [E, H, 2 F], [E, F, H]                     the rows of a matrix are the columns of what is stored
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import held
-from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
+from mxprobe.measuring.engines.shuffles import RowMap, Shuffle
 
 SEPARATE: tuple[tuple[str, str, str], ...] = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of the three where gate and up are parameters of their own; the second in torchtitan."""
@@ -29,23 +29,19 @@ class Part(NamedTuple):
     """One of an expert's matrices W [O, K], in a parameter of all experts."""
 
     name: str
-    """As an engine's layout and a module per expert name it: gate_proj, up_proj, down_proj."""
+    """gate_proj, up_proj or down_proj, as an engine's layout and a module per expert name it."""
     parameter: str
     is_turned: bool
-    first: int
-    every: int
-    """Row i of W is row `first + every i` of the parameter's matrix."""
+    rows: RowMap
+    """Where the rows of W are in the parameter's matrix."""
     size: int
     """O"""
     reading: str = CERTAIN
-    """What is taken for granted of how it is stored, in words; "" where that is known."""
-
-    def rows(self, index: torch.Tensor) -> torch.Tensor:
-        return self.first + self.every * index
+    """How it is taken to be stored, in words; "" where that is known."""
 
 
 def parts_of(module: nn.Module) -> list[Part]:
-    """In every reading that the shapes allow; empty where the parameters are none that are known."""
+    """Return the parts in every reading that the shapes allow; none where the parameters are not known."""
     shapes = {name: (int(p.shape[1]), int(p.shape[2])) for name, p in expert_parameters(module).items()}
     if "gate_up_proj" in shapes and DOWN in shapes:
         return list(_fused(module, shapes["gate_up_proj"], shapes[DOWN]))
@@ -60,15 +56,15 @@ def _fused(module: nn.Module, both: tuple[int, int], down: tuple[int, int]) -> I
     is_turned = both == (down[1], 2 * down[0])
     if not is_turned and both != (2 * down[1], down[0]):
         return
-    n_ffn, n_hidden = (down if is_turned else down[::-1])[0], (down if is_turned else down[::-1])[1]
-    yield Part(DOWN, DOWN, is_turned, 0, 1, n_hidden)
+    n_ffn, n_hidden = down if is_turned else down[::-1]
+    yield Part(DOWN, DOWN, is_turned, RowMap(), n_hidden)
     told = held(module, "is_concatenated")
     for is_concatenated, words in ((True, "gate over up"), (False, "gate and up row by row")):
         if not isinstance(told, bool) or told is is_concatenated:
             reading = CERTAIN if isinstance(told, bool) else words
-            first, every = (n_ffn, 1) if is_concatenated else (1, 2)
-            yield Part(GATE, "gate_up_proj", is_turned, 0, every, n_ffn, reading)
-            yield Part(UP, "gate_up_proj", is_turned, first, every, n_ffn, reading)
+            shuffle = Shuffle(in_pairs=not is_concatenated)
+            for i, name in enumerate((GATE, UP)):
+                yield Part(name, "gate_up_proj", is_turned, shuffle.rows_of(i, 2, n_ffn), n_ffn, reading)
 
 
 def _separate(module: nn.Module, names: Sequence[str], gate: tuple[int, int]) -> Iterator[Part]:
@@ -78,4 +74,4 @@ def _separate(module: nn.Module, names: Sequence[str], gate: tuple[int, int]) ->
             reading = CERTAIN if isinstance(told, bool) else words
             n_ffn, n_hidden = gate[::-1] if is_turned else gate
             for name, parameter, size in zip((GATE, UP, DOWN), names, (n_ffn, n_ffn, n_hidden)):
-                yield Part(name, parameter, is_turned, 0, 1, size, reading)
+                yield Part(name, parameter, is_turned, RowMap(), size, reading)

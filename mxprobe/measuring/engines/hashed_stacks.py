@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.expert_numbers import own_experts
-from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
+from mxprobe.measuring.engines.expert_parts import Part, parts_of
 from mxprobe.measuring.engines.fingerprints import Row, features_of, version_rows
-from mxprobe.measuring.engines.parts import Part, parts_of
 from mxprobe.measuring.isolation import is_plain, undisturbed
 from mxprobe.measuring.sampling import spread
 
 HASHED_ELEMENTS = 1 << 18
-"""Of each of gate, up and down in one layer: of 128 experts of 2,048 features one row each."""
+"""Elements of each of gate, up and down in one layer: one row each of 128 experts of 2,048 features."""
 
 
 class HashedStack(NamedTuple):
@@ -34,13 +34,13 @@ class HashedStack(NamedTuple):
     """[n, K]"""
 
     def table_rows(self, step_base: int) -> Iterator[Row]:
-        """`step_base`: steps before attach."""
+        """Yield rows of table `weight_codes`; `step_base`: steps before attach."""
         name, step = f"{self.module}.{self.part.name}", step_base + self.step
         return version_rows(name, self.part.reading, self.shape, self.features, self.values, step=step)
 
 
 def copy_stacks(step: int, name: str, module: nn.Module, first: int) -> list[HashedStack]:
-    """Copies of this rank's experts, numbered from `first`; in the training thread, without waiting for the device.
+    """Copy this rank's experts, numbered from `first`; in the training thread, without waiting for the device.
 
     Fewer rows than an engine hashes of each expert, and of experts that do not fit some: the same ones at every step.
     """
@@ -62,7 +62,7 @@ def copy_stacks(step: int, name: str, module: nn.Module, first: int) -> list[Has
 
 
 def _chosen(n_experts: int, n_out: int, n_in: int, device: torch.device | None = None) -> tuple[torch.Tensor, ...]:
-    """int64 experts of the rank and, of each, rows among `features_of` them."""
+    """Return int64 experts of the rank, and rows of each among its `features_of`."""
     fitting = max(HASHED_ELEMENTS // max(n_in, 1), 1)
     n = min(n_experts, fitting)
     features = features_of(n_out, n_in, device)

@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 
 class Flips(NamedTuple):
-    """Of each router: [S, n] experts that differ, and those per token; `found` bool [S]."""
+    """How many experts [S, n] differ for each router, and how many a token has; `found` bool [S]."""
 
     differing: dict[str, torch.Tensor]
     top_k: dict[str, int]
@@ -18,11 +18,11 @@ class Flips(NamedTuple):
 
     @property
     def anywhere(self) -> torch.Tensor:
-        """bool [S, n]: any router chose otherwise."""
+        """Return bool [S, n]: any router chose otherwise."""
         return torch.stack([each > 0 for each in self.differing.values()]).any(0)
 
     def rows(self, counted: torch.Tensor) -> list[Row]:
-        """Rows of table `routing_flips` without when; `counted` bool [S, n] on the CPU: the tokens that are there."""
+        """Return rows of table `routing_flips` without when; `counted` bool [S, n] on the CPU: the tokens there are."""
         rows: list[Row] = []
         for name, differing in self.differing.items():
             n = differing.cpu()[counted]

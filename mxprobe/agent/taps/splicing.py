@@ -1,4 +1,4 @@
-"""One function of somebody else's, wrapped where it is defined, until it is given back as it was.
+"""Functions of other libraries, wrapped where they are defined until they are given back as they were.
 
 The wrapper listens, then calls the original with the very same arguments. Of calls inside one another (a framework's
 sink, the loggers below it) only the outermost is heard. Nesting is kept in a context variable: it is one per thread
@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from mxprobe.agent.taps.table import Tap
+from mxprobe.agent.taps.tap_table import Tap
 
 Listener = Callable[[Tap, "dict[str, Any]"], bool]
 """Gets a call's arguments by name; never raises. False: not understood, listen to the sinks below."""
@@ -75,13 +76,12 @@ class Splice:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.active or _inside.get() or not self._hear(args, kwargs):
-                return original(*args, **kwargs)
-            _inside.set(True)
+            is_outermost = self._hear(args, kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                _inside.set(False)
+                if is_outermost:
+                    _inside.set(False)
 
         return wrapper
 
@@ -90,18 +90,23 @@ class Splice:
 
         @functools.wraps(original)
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.active or _inside.get() or not self._hear(args, kwargs):
-                return await original(*args, **kwargs)
-            _inside.set(True)
+            is_outermost = self._hear(args, kwargs)
             try:
                 return await original(*args, **kwargs)
             finally:
-                _inside.set(False)
+                if is_outermost:
+                    _inside.set(False)
 
         return wrapper
 
     def _hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._listen(self.tap, {**dict(zip(self._positional, args)), **kwargs})
+        """Listen to the outermost call that is understood; those inside it are then silent."""
+        if not self.active or _inside.get():
+            return False
+        is_outermost = self._listen(self.tap, {**dict(zip(self._positional, args)), **kwargs})
+        if is_outermost:
+            _inside.set(True)
+        return is_outermost
 
 
 def splice(tap: Tap, module: types.ModuleType, listen: Listener) -> Splice:
@@ -116,14 +121,77 @@ def splice(tap: Tap, module: types.ModuleType, listen: Listener) -> Splice:
     return Splice(tap, owner, original, listen)
 
 
+class Splices:
+    """`ensure_wrapped` and `give_back` from any thread; nothing raises.
+
+    on_wrapped(tap): a function is listened to.
+    on_refused(words): one is not what the table expects.
+    on_error(where, error): anything else; may end the whole session, which gives all back.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[Tap],
+        listen: Listener,
+        *,
+        on_wrapped: Callable[[Tap], None],
+        on_refused: Callable[[str], None],
+        on_error: Callable[[str, BaseException], None],
+    ) -> None:
+        self.closed = False
+        self._waiting = list(taps)
+        self._held: list[Splice] = []
+        self._listen = listen
+        self._on_wrapped = on_wrapped
+        self._on_refused = on_refused
+        self._on_error = on_error
+        self._lock = threading.RLock()
+
+    def ensure_wrapped(self) -> None:
+        """Tap what has been imported by now; cheap enough for every step, and never waits."""
+        if self.closed or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for tap in [tap for tap in self._waiting if is_loaded(tap.module)]:
+                if not self.closed:
+                    self._waiting.remove(tap)
+                    self._wrap(tap)
+        finally:
+            self._lock.release()
+
+    def _wrap(self, tap: Tap) -> None:
+        try:
+            self._held.append(splice(tap, sys.modules[tap.module], self._listen))
+            self._on_wrapped(tap)
+        except TapNotApplicableError as reason:
+            self._on_refused(str(reason))
+        except Exception as error:
+            self._on_error(f"tap {tap.source}", error)
+
+    def _is_back(self, tapped: Splice) -> bool:
+        try:
+            return tapped.remove()
+        except Exception as error:
+            self._on_error(f"giving {tapped.tap.source} back", error)
+            return False
+
+    def give_back(self) -> list[str]:
+        """Give every function back. Returns, in words, those left in place because somebody has wrapped ours since."""
+        with self._lock:
+            self.closed = True
+            held, self._held = self._held, []
+            left = [tapped.tap.source for tapped in reversed(held) if not self._is_back(tapped)]
+        return [f"left in place, passing calls on: {source} was wrapped again" for source in left]
+
+
 def is_loaded(name: str) -> bool:
-    """True for a module whose import has ended; nothing is imported for us."""
+    """Say whether a module's import has ended; nothing is imported for us."""
     module = sys.modules.get(name)
     return module is not None and not getattr(vars(module).get("__spec__"), "_initializing", False)
 
 
 def _decorated(function: types.FunctionType) -> Any:
-    """What a decorator that hides its function's signature passes its arguments on to: the one function it holds."""
+    """Return the one function that a decorator which hides its signature holds and passes its arguments on to."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
         return function

@@ -18,7 +18,7 @@ _ROUTER = re.compile(r"[Rr]outer|Gate$|^gate$")
 
 
 def expert_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """name -> [E, a, b], as the module holds them now; empty for a module that holds no fused experts."""
+    """Return name -> [E, a, b], as the module holds them now; empty for a module that holds no fused experts."""
     if isinstance(module, _NEVER):
         return {}
     held = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.is_floating_point()}
@@ -27,7 +27,7 @@ def expert_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether the module owns one weight [E, K], and is called a router by its class."""
+    """Say whether the module owns one weight [E, K], and is called a router by its class."""
     if type(module) is nn.Linear or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return False
     matrices = [name for name, p in module.named_parameters(recurse=False) if p.dim() >= 2]

@@ -19,14 +19,14 @@ from mxprobe_kernels.formats import E2M1_GRID
 from mxprobe_kernels.torch_backend import ErrorFields
 
 NEAR = 0.1
-"""Of a grid step: elements so close to a rounding boundary are counted as near it."""
+"""Share of a grid step: elements so close to a rounding boundary are counted as near it."""
 
 Row = dict[str, Any]
 
 
 @torch.no_grad()
 def update_row(earlier: torch.Tensor | None, before: torch.Tensor, now: torch.Tensor, *, rule: str = "rceil") -> Row:
-    """Values of a row of table `updates`: weights [F, K] of consecutive versions, `earlier` the first if there is one.
+    """Return a row of table `updates` from weights [F, K] of consecutive versions, `earlier` the first if there is one.
 
     Quantized as MXFP4 under `rule`, blocks along K. Blocks with a NaN or an infinity count as unchanged.
     """
@@ -40,16 +40,8 @@ def update_row(earlier: torch.Tensor | None, before: torch.Tensor, now: torch.Te
     n = now.numel()
     recoded = (new.code != old.code) & ((new.q != 0) | (old.q != 0)) & usable  # +0 and -0 are one value
     counts = torch.stack((flipped, recoded, returned, near_boundary(old))).flatten(1).sum(1)
-    sums = torch.stack(
-        (
-            old.x.square().sum(),
-            d_w.square().sum(),
-            d_q.square().sum(),
-            (d_w * d_q).sum(),
-            d_w.abs().sum(),
-            d_q.abs().sum(),
-        )
-    )
+    products = (old.x.square(), d_w.square(), d_q.square(), d_w * d_q, d_w.abs(), d_q.abs())
+    sums = torch.stack([each.sum() for each in products])
     names = ("sum_w2", "sum_dw2", "sum_dq2", "sum_dw_dq", "sum_abs_dw", "sum_abs_dq")
     counted = ("n_flipped", "n_code_flipped", "n_returned", "n_near")
     return {
@@ -61,7 +53,7 @@ def update_row(earlier: torch.Tensor | None, before: torch.Tensor, now: torch.Te
 
 
 def near_boundary(fields: ErrorFields) -> torch.Tensor:
-    """bool, shaped like x: within `NEAR` of a grid step of a boundary between two values of the block's grid."""
+    """Return bool, shaped like x: within `NEAR` of a grid step of a boundary between two values of the block's grid."""
     rows, width = fields.x.shape
     scale = fields.scales.scale.reshape(rows, -1).repeat_interleave(fields.format.block, 1)[:, :width]
     z = (fields.x / scale).abs()

@@ -20,7 +20,7 @@ TOKEN_ARGUMENT = "input_ids"
 
 
 class PolicyOutput(NamedTuple):
-    """What was found in a root's return value: exactly one of logits and log_probs is there."""
+    """The policy in a root's return value: exactly one of logits and log_probs is there."""
 
     logits: torch.Tensor | None
     """[B, T, V]"""
@@ -39,8 +39,13 @@ class PolicyOutput(NamedTuple):
         assert tensor is not None  # one of them is there
         return tensor
 
+    def counted(self, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return float32 [B, T]: 1 where the position counts, by the model's own mask or else by `mask`."""
+        read = mask if self.label_mask is None else self.label_mask
+        return torch.ones(self.tensor.shape[:2], device=self.tensor.device) if read is None else read.float()
+
     def detached(self) -> PolicyOutput:
-        """The same values without the graph that made them."""
+        """Return the same values without the graph that made them."""
         return PolicyOutput(*(None if value is None else value.detach() for value in self))
 
 
@@ -51,18 +56,18 @@ class PolicyGradient(NamedTuple):
     """
 
     tensor: torch.Tensor | None
-    """By logits or log_probs."""
+    """The gradient by logits or log_probs."""
     entropy: torch.Tensor | None
 
     def pairs(self, policy: PolicyOutput) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs of a replay and the gradients to run back from them."""
+        """Return outputs of a replay and the gradients to run back from them."""
         places = ((policy.tensor, self.tensor), (policy.entropy, self.entropy))
         both = [(y, g) for y, g in places if y is not None and g is not None and y.requires_grad]
         return [y for y, _ in both], [g.to(y.dtype) for y, g in both]
 
 
 def find_policy(output: Any) -> PolicyOutput | None:
-    """The policy in a root's return value, or None. Log-probabilities are preferred: the loss is made of them."""
+    """Return the policy in a root's return value, or None. Log-probabilities come first: the loss is made of them."""
     loss = _named(output, ("loss",), 0)
     log_probs = _named(output, LOG_PROBS, 2)
     if log_probs is not None:
@@ -87,7 +92,7 @@ def _named(output: Any, names: tuple[str, ...], dim: int) -> torch.Tensor | None
 
 
 def given_tokens(ids: Any, shape: torch.Size) -> torch.Tensor | None:
-    """[B, T] the token that follows each position of logits [B, T, V], -1 where none does; None if not known.
+    """Return [B, T] the token that follows each position of logits [B, T, V], -1 where none does; None if not known.
 
     ids: the model's argument `input_ids`, [B, L]. By the convention of causal language models the logits are those
     of its last T positions.
@@ -101,7 +106,7 @@ def given_tokens(ids: Any, shape: torch.Size) -> torch.Tensor | None:
 
 
 def draw_tokens(log_probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """[B, T, V] log-probabilities -> [B, T] one token a position from the model's own distribution.
+    """Draw [B, T], one token a position, from log-probabilities [B, T, V] of the model's own distribution.
 
     By the Gumbel trick and a private generator: the global random state belongs to the run.
     """
@@ -110,10 +115,10 @@ def draw_tokens(log_probs: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def chosen(log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[B, T, V], [B, T] -> [B, T] log-probability of each token; of token 0 where it is -1."""
+    """Return [B, T] the log-probability of each token [B, T], out of [B, T, V]; of token 0 where it is -1."""
     return log_probs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
 
 
 def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
-    """[B, T, V] -> [B, T]"""
+    """Return the entropy [B, T] of log-probabilities [B, T, V]."""
     return -(log_probs.exp() * log_probs).sum(-1)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from mxprobe.agent.probes.module_probe import ModuleProbe
-from mxprobe.measuring.adapters.inventory import Entry
+from mxprobe.measuring.adapters.weight_modules import Entry
 
 PROBED, NOT_SELECTED, NOT_CALLED, NOT_LINEAR = "probed", "not_selected", "not_called", "not_linear"
 
@@ -28,7 +28,7 @@ NOT_REPLAYED = "has no sensitivity and no place in replays, which compute nn.Lin
 
 
 def module_rows(entries: list[Entry], probes: dict[str, ModuleProbe]) -> list[dict[str, Any]]:
-    """Rows of table `modules`, with the calls counted so far."""
+    """Return rows of table `modules`, with the calls counted so far."""
     counted = [p.train_rows or p.rollout_rows for p in probes.values()]
     seen = [n for n in counted if n]
     typical = median(seen) if seen else 1
@@ -68,10 +68,10 @@ _ONE_ROW = "; its FLOPs are those of one row, as no call of a probed module has 
 
 
 def _flops_per_row(entry: Entry) -> float:
-    """A lookup multiplies nothing; of stacked experts one is counted, the least a token can be routed to."""
+    """Count no FLOPs for a lookup, and those of one expert for a stack: the least a token can be routed to."""
     if isinstance(entry.module, (nn.Embedding, nn.EmbeddingBag)):
         return 0.0
-    if len(entry.shape) > 2 and not entry.is_linear and not isinstance(entry.module, _CONVOLUTIONS):
+    if len(entry.shape) > 2 and not entry.has_adapter and not isinstance(entry.module, _CONVOLUTIONS):
         return 2.0 * entry.n_parameters / entry.shape[0]
     return 2.0 * entry.n_parameters
 
@@ -80,7 +80,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _status(entry: Entry, probe: ModuleProbe | None) -> tuple[str, str]:
-    if not entry.is_linear:
+    if not entry.has_adapter:
         return NOT_LINEAR, _why_not_linear(entry)
     if probe is None and entry.obstacle:
         return NOT_CALLED, entry.obstacle

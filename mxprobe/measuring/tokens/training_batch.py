@@ -9,17 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.measuring.tokens.mismatch import ALL, UNKNOWN, Pairs, Row, rollout_rows, signal_values
+from mxprobe.measuring.tokens.mismatch import UNKNOWN, Pairs, Row, coarsest, table_rows
 
 EVENT = "logprobs"
-
-
 Tell = Callable[[str, str], None]
-
-
 TableRow = tuple[str, Row]
-
-
 PerToken = Any
 """A padded tensor [B, T], a tensor [n] without boundaries, a `Ragged`, or a list of tensors [n_i]."""
 
@@ -37,17 +31,17 @@ class Batch(NamedTuple):
     rollout: PerToken
     train: PerToken
     mask: list[PerToken]
-    """Tokens that count: where all of them are non-zero. Per token or per sequence."""
+    """Tokens count where all of these are non-zero. Per token or per sequence."""
     advantage: Any
-    """Per token, or [B] per sequence."""
+    """One number a token, or [B] one a sequence."""
     version: Any = None
-    """Of the policy that drew each token, or each sequence."""
+    """Version of the policy that drew each token, or each sequence."""
     version_now: int | None = None
-    """Of the trainer's."""
+    """Version of the trainer's policy."""
 
 
 class BatchMeasurement:
-    """What the batches of a step said; `rows` waits for the device and belongs to the worker."""
+    """The batches of a step; `rows` waits for the device and belongs to the worker."""
 
     def __init__(self, source: str, batches: list[Batch], step: int, computed_in: torch.dtype | None) -> None:
         first = _a_tensor(batches[0].rollout)
@@ -60,7 +54,7 @@ class BatchMeasurement:
         self._time_ns = time.time_ns()
 
     def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
-        """(table, row) of `rollouts` and `signals`; none, and an event, where the tensors do not fit together."""
+        """Return (table, row) of `rollouts` and `signals`; none, and an event, where the tensors do not fit."""
         try:
             pairs = join([tokens_of(batch) for batch in self._batches])
         except ValueError as reason:
@@ -69,31 +63,20 @@ class BatchMeasurement:
         if not len(pairs.log_prob_rollout):
             return []
         if torch.equal(pairs.log_prob_rollout, pairs.log_prob_train):
-            tell(
-                EVENT, f"{self._source}: both sides hold the same numbers, as where the rollout's replace the trainer's"
-            )
+            same = "both sides hold the same numbers, as where the rollout's replace the trainer's"
+            tell(EVENT, f"{self._source}: {same}")
         when = {"step": step_base + self._step, "time_ns": self._time_ns}
-        shared = {"source": self._source, "temperature": float("nan"), "dtype": self._dtype()}
-        rows: list[TableRow] = []
-        for row in rollout_rows(pairs):
-            rows.append(("rollouts", {**when, **shared, **row}))
-            if row["stratum"] == ALL:
-                for key, metric, estimator, value in signal_values(row):
-                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
-                    rows.append(
-                        ("signals", {**when, "source": f"mxprobe[{self._source}]", "framework": "mxprobe", **named})
-                    )
-        return rows
+        signals = f"mxprobe[{self._source}]"
+        nan, dtype = float("nan"), self._dtype()
+        return list(table_rows(pairs, when, self._source, signal_source=signals, temperature=nan, dtype=dtype))
 
     def _dtype(self) -> str:
         tensors = [_a_tensor(side) for batch in self._batches[:1] for side in (batch.rollout, batch.train)]
-        seen = [tensor.dtype for tensor in tensors if tensor is not None]
-        seen += [self._computed_in] if self._computed_in is not None else []
-        return str(max(seen, key=lambda dtype: torch.finfo(dtype).eps)).replace("torch.", "")
+        return coarsest([self._computed_in, *(tensor.dtype for tensor in tensors if tensor is not None)])
 
 
 def tokens_of(batch: Batch) -> Pairs:
-    """The counted tokens of a batch, on the CPU. Reads the device. ValueError where its tensors do not fit together."""
+    """Read the counted tokens of a batch from the device. ValueError where its tensors do not fit together."""
     rollout, train = _sequences(batch.rollout), _sequences(batch.train)
     if rollout is None or train is None:
         raise ValueError("its log-probabilities are no plain tensors")
@@ -132,7 +115,7 @@ def tokens_of(batch: Batch) -> Pairs:
 
 
 def join(parts: list[Pairs]) -> Pairs:
-    """Microbatches of one step as one. What one of them lacks is not known of the whole."""
+    """Join microbatches of one step. What one of them lacks is not known of the whole."""
     columns: dict[str, Any] = {}
     for name in Pairs._fields:
         values = [getattr(part, name) for part in parts]
@@ -144,7 +127,7 @@ def join(parts: list[Pairs]) -> Pairs:
 
 
 def _sequences(value: Any) -> list[torch.Tensor] | None:
-    """[n_i] each, on the CPU."""
+    """Return [n_i] each, on the CPU."""
     if isinstance(value, Ragged):
         ends = value.offsets.cpu().tolist()
         values = value.values.cpu()
@@ -162,7 +145,7 @@ def _has_boundaries(value: Any) -> bool:
 
 
 def _per_token(value: Any, sizes: list[int]) -> torch.Tensor | None:
-    """float64 [sum(sizes)] of a value per token or per sequence; None where it is neither."""
+    """Return float64 [sum(sizes)] of a value per token or per sequence; None where it is neither."""
     if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == 1 and any(n != 1 for n in sizes):
         value = value[:, 0]
     if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(sizes) and len(sizes) != sum(sizes):

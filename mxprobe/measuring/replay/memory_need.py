@@ -1,4 +1,4 @@
-"""How much memory a replay will hold, told before it runs: upper bounds from the shapes of what it runs.
+"""Memory that a replay will hold, known before it runs: upper bounds from the shapes of what it runs.
 
 R rows replayed, V width of the logits (1 where there are none), over the Linears: K in features, O out features.
 
@@ -30,7 +30,7 @@ DIRECTION_BYTES = 20
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a captured call, and of the Linears it runs through."""
+    """Shapes of a captured call and of the Linears it runs through."""
 
     n_samples: int
     rows_per_sample: int
@@ -50,7 +50,7 @@ class Shapes:
         element_bytes: int,
         kept_bytes: int = 0,
     ) -> Shapes:
-        """`policy`: [B, T, V] or [B, T]."""
+        """Describe a call whose policy has the shape [B, T, V] or [B, T]."""
         n_samples, rows, *width = policy
         features = tuple((each.out_features, each.in_features) for each in modules.values())
         return cls(n_samples, rows, width[0] if width else 1, element_bytes, features, kept_bytes)
@@ -72,13 +72,13 @@ class Shapes:
         return max((o + k for o, k in self.features), default=0)
 
     def of_sensitivity(self, n_samples: int) -> int:
-        """Bytes, of a replay of so many samples."""
+        """Return the bytes that a replay of so many samples holds at most."""
         rows = n_samples * self.rows_per_sample
         fixed = 4 * self._largest + CHUNK_BYTES * min(CHUNK_ELEMENTS, max(self._largest, rows * self._widest))
         return self.kept_bytes + fixed + int(rows * (self._per_row + 36 * self._widest))
 
     def of_arms(self, n_directions: int) -> int:
-        """Bytes, of a replay of the whole call under other roundings, one after the other."""
+        """Return the bytes that a replay of the whole call under other roundings holds at most."""
         rows = self.n_samples * self.rows_per_sample
         gradients = 2 * 4 * min(self._weights, MAX_GRADIENT_ELEMENTS)
         fixed = 4 * self._weights + gradients + PASSING_BYTES * max(self._largest, rows * self._widest)
@@ -89,7 +89,7 @@ class Shapes:
         return self.kept_bytes + fixed + int(rows * self._per_row) + directions
 
     def samples_that_fit(self, n_bytes: float, max_rows: int) -> int:
-        """As many samples as have `max_rows` rows, one at least, or fewer; 0 where none fits."""
+        """Return as many samples as have `max_rows` rows, one at least, or fewer; 0 where none fits."""
         n = min(max(max_rows // max(self.rows_per_sample, 1), 1), self.n_samples)
         while n and self.of_sensitivity(n) > n_bytes:
             n //= 2

@@ -1,4 +1,4 @@
-"""Where each framework has both sides' log-probabilities of a training batch in its hands, and under which names.
+"""Readers of training batches: where each framework holds both sides' log-probabilities, and under which names.
 
 Versions looked at: TRL 1.16 and verl 0.9.1 (installed); NeMo-RL, slime, miles, prime-rl and AReaL of autumn 2026
 (source). TRL fills `sampling_per_token_logps` with vLLM only. In verl's bypass mode and wherever else a framework
@@ -12,68 +12,61 @@ from typing import Any
 
 import torch
 
-from mxprobe.agent.taps.table import Tap
+from mxprobe.agent.taps.tap_table import Tap
 from mxprobe.measuring.isolation import is_plain, undisturbed
-from mxprobe.measuring.tokens.batch import Batch, Ragged
+from mxprobe.measuring.tokens.training_batch import Batch, Ragged
 
 Arguments = Mapping[str, Any]
 
 
 def in_mapping(argument: str, rollout: str, train: str, mask: str, advantage: str, also_mask: str = "") -> Any:
-    """For functions that take the batch as a mapping under this name."""
+    """Return the reader of a function that takes the batch as a mapping under the name `argument`."""
 
     def read(arguments: Arguments) -> Batch:
         data = arguments[argument]
-        masks = [_get(data, key) for key in (mask, also_mask) if key]
-        return Batch(
-            _get(data, rollout),
-            _get(data, train),
-            [each for each in masks if each is not None],
-            _get(data, advantage),
-        )
+        masks = _present(_get(data, mask), _get(data, also_mask))
+        return Batch(_get(data, rollout), _get(data, train), masks, _get(data, advantage))
 
     return read
 
 
 def nemo_rl(arguments: Arguments) -> Batch:
-    """[B, T + 1] each: what stands at a position was given to the token there, so the first has none."""
+    """Read tensors [B, T + 1]: what stands at a position was given to the token there, so the first has none."""
     data = arguments["data"]
 
     def rest(key: str) -> Any:
         value = _get(data, key)
         return value[:, 1:] if isinstance(value, torch.Tensor) and value.dim() == 2 else value
 
-    masks = [each for each in (rest("token_mask"), _get(data, "sample_mask")) if each is not None]
+    masks = _present(rest("token_mask"), _get(data, "sample_mask"))
     return Batch(rest("generation_logprobs"), rest("prev_logprobs"), masks, rest("advantages"))
 
 
 def prime_rl(arguments: Arguments) -> Batch:
-    """Lists with one tensor per packed sequence; the trainer's side is that of the update itself."""
-    return Batch(
-        arguments["inference_logprobs"],
-        arguments["trainer_logprobs"],
-        [arguments["loss_mask"]],
-        arguments["advantages"],
-    )
+    """Read lists with one tensor per packed sequence; the trainer's side is that of the update itself."""
+    rollout, train = arguments["inference_logprobs"], arguments["trainer_logprobs"]
+    return Batch(rollout, train, [arguments["loss_mask"]], arguments["advantages"])
 
 
 def areal(arguments: Arguments) -> Batch:
-    """`logprobs` of the batch is the rollout's; the trainer's is `prox_logp` or, without it, the update's own."""
+    """Read `logprobs` of the batch as the rollout's, and as the trainer's `prox_logp` or else the update's own."""
     data = arguments["input_data"]
     train = _get(data, "prox_logp")
     now = arguments.get("current_version")
     return Batch(
         _get(data, "logprobs"),
         arguments["logprobs"] if train is None else train,
-        [each for each in (_get(data, "loss_mask"),) if each is not None],
+        _present(_get(data, "loss_mask")),
         _get(data, "advantages"),
         _get(data, "versions"),
         now if isinstance(now, int) else None,
     )
 
 
-_VERL = ("rollout_log_probs", "old_log_probs", "response_mask", "advantages")
-_SLIME = ("rollout_log_probs", "log_probs", "loss_masks", "advantages")
+_TRL = ("sampling_per_token_logps", "old_per_token_logps", "completion_mask", "advantages", "tool_mask")
+_VERL = in_mapping("data", "rollout_log_probs", "old_log_probs", "response_mask", "advantages")
+_SLIME = in_mapping("batch", "rollout_log_probs", "log_probs", "loss_masks", "advantages")
+_PRIME_RL = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
 
 BATCH_TAPS: tuple[Tap, ...] = (
     Tap(
@@ -81,56 +74,42 @@ BATCH_TAPS: tuple[Tap, ...] = (
         "GRPOTrainer",
         "_compute_loss",
         ("model", "inputs"),
-        in_mapping(
-            "inputs",
-            "sampling_per_token_logps",
-            "old_per_token_logps",
-            "completion_mask",
-            "advantages",
-            also_mask="tool_mask",
-        ),
+        in_mapping("inputs", *_TRL),
         "trl",
     ),
-    Tap("verl.workers.engine_workers", "TrainingWorker", "train_batch", ("data",), in_mapping("data", *_VERL), "verl"),
-    Tap(  # up to verl 0.8
-        "verl.workers.actor.dp_actor",
-        "DataParallelPPOActor",
-        "update_policy",
-        ("data",),
-        in_mapping("data", *_VERL),
-        "verl",
+    Tap("verl.workers.engine_workers", "TrainingWorker", "train_batch", ("data",), _VERL, "verl"),
+    Tap("verl.workers.actor.dp_actor", "DataParallelPPOActor", "update_policy", ("data",), _VERL, "verl"),  # up to 0.8
+    *(
+        Tap(f"nemo_rl.algorithms.{module}", "ClippedPGLossFn", "__call__", ("data",), nemo_rl, "nemo-rl")
+        for module in ("loss.loss_functions", "loss_functions")
     ),
     *(
-        Tap(module, "ClippedPGLossFn", "__call__", ("data",), nemo_rl, "nemo-rl")
-        for module in ("nemo_rl.algorithms.loss.loss_functions", "nemo_rl.algorithms.loss_functions")
-    ),
-    *(
-        Tap(module, "", "policy_loss_function", ("batch", "logits"), in_mapping("batch", *_SLIME), framework)
-        for module, framework in (
-            ("slime.backends.megatron_utils.loss", "slime"),
-            ("miles.backends.training_utils.loss_hub.losses", "miles"),
-            ("miles.backends.training_utils.loss.hub.losses", "miles"),
-            ("miles.backends.training_utils.loss", "miles"),
+        Tap(f"{framework}.backends.{module}", "", "policy_loss_function", ("batch", "logits"), _SLIME, framework)
+        for framework, module in (
+            ("slime", "megatron_utils.loss"),
+            ("miles", "training_utils.loss_hub.losses"),
+            ("miles", "training_utils.loss.hub.losses"),
+            ("miles", "training_utils.loss"),
         )
     ),
     Tap(
         "prime_rl.trainer.rl.loss",
         "",
         "compute_loss",
-        ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask"),
+        _PRIME_RL,
         prime_rl,
         "prime-rl",
         also=(("prime_rl.trainer.rl.train", "compute_loss"),),
     ),
     *(
-        Tap(module, "", "grpo_loss_fn", ("logprobs", "entropy", "input_data"), areal, "areal")
-        for module in ("areal.trainer.ppo.actor", "areal.engine.ppo.actor")
+        Tap(f"areal.{module}.ppo.actor", "", "grpo_loss_fn", ("logprobs", "entropy", "input_data"), areal, "areal")
+        for module in ("trainer", "engine")
     ),
 )
 
 
 def copied(value: Any, max_sequences: int) -> Any:
-    """The first sequences of a batch's tensors, copied on their device without waiting; None where not readable."""
+    """Copy the first sequences of a batch's tensors on their device, without waiting; None where not readable."""
     if isinstance(value, Ragged):
         return value
     if isinstance(value, torch.Tensor):
@@ -144,13 +123,17 @@ def copied(value: Any, max_sequences: int) -> Any:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _present(*values: Any) -> list[Any]:
+    return [each for each in values if each is not None]
+
+
 def _copy(value: torch.Tensor) -> torch.Tensor:
     with undisturbed(value.device.type):
         return value.detach().clone()
 
 
 def _get(data: Any, key: str) -> Any:
-    """An entry of a dict, a TensorDict, a BatchedDataDict, or of a DataProto's tensors; None without."""
+    """Return an entry of a dict, a TensorDict, a BatchedDataDict, or of a DataProto's tensors; None without."""
     inner = getattr(data, "batch", None)
     source: Any = inner if inner is not None and not isinstance(data, Mapping) else data
     try:

@@ -24,7 +24,7 @@ class Head(NamedTuple):
 
 
 def find_head(roots: Sequence[nn.Module]) -> Head | str:
-    """The head of the first root that has one, or why there is none, in words."""
+    """Return the head of the first root that has one, or why there is none, in words."""
     reasons = [_find(root) for root in roots]
     found = [each for each in reasons if isinstance(each, Head)]
     return found[0] if found else reasons[0] if reasons else "no model"

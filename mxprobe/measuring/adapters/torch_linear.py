@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from mxprobe.measuring.adapters.adapter import Adapter, Reading, Unread, first_argument, held, unreadable
-from mxprobe.measuring.isolation import is_plain
+from mxprobe.measuring.adapters.adapter import Adapter, Reading, Unread, held
+from mxprobe.measuring.compat import own_parts
+from mxprobe.measuring.isolation import is_plain, kind_of
 
 
 class LinearAdapter(Adapter):
@@ -35,30 +36,23 @@ class LinearAdapter(Adapter):
         bias = dict(module.named_parameters(recurse=False)).get("bias")
         return bias if bias is not None and is_plain(bias) else None
 
-    def read(
-        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    def reading(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
-        x = first_argument(args, kwargs, "input")
-        if not (is_plain(x) and is_plain(output)):
-            return unreadable(x, output)
-        if not (output.is_floating_point() and output.dim() and output.shape[:-1].numel() == x.shape[:-1].numel()):
-            return f"input is {_kind(x)}, output {_kind(output)}"
-        return Reading(x, output, output)
-
-
-def _kind(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).replace('torch.', '')} {list(x.shape)}"
+        if not (y.is_floating_point() and y.dim() and y.shape[:-1].numel() == x.shape[:-1].numel()):
+            return f"input is {kind_of(x)}, output {kind_of(y)}"
+        return Reading(x, y, y)
 
 
 def effective_weight(module: nn.Module) -> Any:
-    """`module.weight`, with a parametrization evaluated on copies of its modules.
+    """Return `module.weight`, with a parametrization evaluated on copies of its modules.
 
     A parametrization may keep state (spectral norm iterates in place at every read) or draw random numbers;
     reading `module.weight` once more would then change the run. The copies are in evaluation mode, which for
     spectral norm yields the weight of the forward that has just run.
     """
     if not is_parametrized(module, "weight"):
-        return held(module, "weight") if "weight" in vars(module)["_parameters"] else module.weight
+        return held(module, "weight") if "weight" in own_parts(module, "_parameters") else module.weight
     chain: Any = module.parametrizations.weight  # pyright: ignore[reportAttributeAccessIssue]
     steps: list[Any] = [copy.deepcopy(step).eval() for step in chain]
     originals = [p for name, p in chain.named_parameters(recurse=False) if name.startswith("original")]

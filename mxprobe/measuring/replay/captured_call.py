@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.measuring.isolation import is_plain, leave_dispatch_modes, undisturbed
-from mxprobe.measuring.replay.preserve import RandomState, preserved
-from mxprobe.measuring.replay.sharded import NotWholeError, WholeParameters, is_sharded
+from mxprobe.measuring import compat
+from mxprobe.measuring.isolation import is_plain, undisturbed
+from mxprobe.measuring.replay.policy_output import TOKEN_ARGUMENT, PolicyOutput, find_policy, given_tokens
+from mxprobe.measuring.replay.preservation import RandomState, preserved
+from mxprobe.measuring.replay.refusal import NotReplayableError
+from mxprobe.measuring.replay.sharded import WholeParameters, is_sharded
 
 MAX_ARGUMENT_BYTES = 1 << 30
 """Arguments larger than this are not copied: they are no token ids."""
@@ -28,13 +31,9 @@ _PLAIN_VALUES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.de
 _SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineStage")
 
 
-class NotReplayableError(Exception):
-    """The call, or its model, cannot be run again without a risk to the run. `str()` says why, for the trace."""
-
-
 @dataclass(frozen=True)
 class Call:
-    """What `replayed` needs. `module.forward(*args, **kwargs)` is the call, under these states."""
+    """A captured call: `module.forward(*args, **kwargs)` under these states."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -47,7 +46,7 @@ class Call:
     """Copies of sharded parameters; None where none are sharded."""
 
     def argument(self, name: str) -> Any:
-        """The argument of that name, passed by keyword or by position; None if there is none."""
+        """Return the argument of that name, passed by keyword or by position; None if there is none."""
         if name in self.kwargs:
             return self.kwargs[name]
         try:
@@ -57,6 +56,10 @@ class Call:
         index = names.index(name) if name in names else len(self.args)
         return self.args[index] if index < len(self.args) else None
 
+    def tokens(self, shape: torch.Size) -> torch.Tensor | None:
+        """Return the token that follows each position of logits of that shape, as `given_tokens` does."""
+        return given_tokens(self.argument(TOKEN_ARGUMENT), shape)
+
 
 def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Copy a call of `root` that is about to run. NotReplayableError says why it cannot be.
@@ -64,7 +67,7 @@ def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Dispatches copies to the device and does not wait for them.
     """
     module = replay_target(root)
-    whole = _whole_parameters(module)
+    whole = WholeParameters(module) if any(is_sharded(inner) for inner in module.modules()) else None
     device_type = next((p.device for p in module.parameters()), torch.device("cpu")).type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     budget = _Budget()
@@ -74,17 +77,8 @@ def capture(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return Call(module, copied_args, copied_kwargs, RandomState.now(module), device_type, autocast, whole)
 
 
-def _whole_parameters(module: nn.Module) -> WholeParameters | None:
-    if not any(is_sharded(inner) for inner in module.modules()):
-        return None
-    try:
-        return WholeParameters(module)
-    except NotWholeError as error:
-        raise NotReplayableError(str(error)) from None
-
-
 def replay_target(root: nn.Module) -> nn.Module:
-    """The module whose forward is run: what DistributedDataParallel or torch.compile wrap, else the root.
+    """Return the module whose forward is run: what DistributedDataParallel or torch.compile wrap, else the root.
 
     NotReplayableError for a model whose forward talks to other ranks, or might: they would wait for ever.
     """
@@ -97,8 +91,8 @@ def replay_target(root: nn.Module) -> nn.Module:
             "fully_shard, so that its forward may communicate"
         )
     while type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        inner: Any = module._orig_mod if type(module).__name__ == "OptimizedModule" else module.module
-        module = inner
+        inner: Any = module
+        module = compat.compiled_module(inner) if type(inner).__name__ == "OptimizedModule" else inner.module
     for inner in module.modules():
         names = {cls.__name__ for cls in type(inner).__mro__}
         if names & set(_SHARDED):
@@ -139,7 +133,7 @@ class _Budget:
 
 
 def is_by_sample(module: nn.Module) -> bool:
-    """Whether each sample's result is its own: neither dropout, which draws for the batch, nor batch norm is on."""
+    """Say whether each sample's result is its own: neither dropout, which draws for the batch, nor batch norm is on."""
     for each in module.modules():
         name = type(each).__name__
         draws = name.endswith("Dropout") and float(getattr(each, "p", 0.0)) > 0
@@ -149,7 +143,7 @@ def is_by_sample(module: nn.Module) -> bool:
 
 
 def with_samples(call: Call, n_batch: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-    """The call with `change` made to every tensor argument whose first axis is the batch."""
+    """Return the call with `change` made to every tensor argument whose first axis is the batch."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -163,33 +157,30 @@ def with_samples(call: Call, n_batch: int, change: Callable[[torch.Tensor], torc
 
 @contextmanager
 def replayed(call: Call, *, gradient: bool) -> Generator[None, None, None]:
-    """The surroundings of the captured call, for as long as its forward and backward take; then all is put back.
+    """Put up the surroundings of the captured call for its forward and backward; then put all back.
 
     The same dropout as in training, autocast as it was, no mode of the user's. Within, `forward` runs the call.
     """
-    leave_modes = leave_dispatch_modes()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(gradient))
-        if leave_modes is not None:
-            stack.enter_context(leave_modes())
+        stack.enter_context(compat.without_dispatch_modes())
         dtype = call.autocast_dtype
         stack.enter_context(torch.autocast(call.device_type, dtype, enabled=dtype is not None, cache_enabled=False))
         if call.whole is not None:
-            stack.enter_context(_whole(call.whole))
+            stack.enter_context(call.whole.in_place())
         stack.enter_context(preserved(call.module, call.random))
         yield
-
-
-@contextmanager
-def _whole(parameters: WholeParameters) -> Generator[None, None, None]:
-    try:
-        with parameters.in_place():
-            yield
-    except NotWholeError as error:
-        raise NotReplayableError(str(error)) from None
 
 
 def forward(call: Call) -> Any:
     """Run the call; only inside `replayed`. The module's own hooks are left out: what they changed is in the copy."""
     return call.module.forward(*call.args, **call.kwargs)
+
+
+def forward_policy(call: Call) -> PolicyOutput:
+    """Run the call as `forward` does and return its policy; NotReplayableError where it returns none."""
+    policy = find_policy(forward(call))
+    if policy is None:
+        raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
+    return policy

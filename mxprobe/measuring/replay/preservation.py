@@ -1,4 +1,4 @@
-"""What a forward pass changes besides its result: random states, buffers, attributes. Saved, then put back.
+"""Random states, buffers and attributes, which a forward pass changes besides its result: saved, then put back.
 
 Random states are those of torch (CPU and the model's CUDA devices), Python and numpy. Buffers are written back always:
 batch norm updates its statistics without telling their version counter. Attributes are compared by identity, and
@@ -17,8 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxprobe.measuring.compat import own_parts, version_of
+
 MAX_BUFFER_BYTES = 1 << 28
 """Larger buffers (quantized weights held as such) are not copied; a change that shows in their version is an error."""
+
+
+_NOTHING = object()
 
 
 class BufferChangedError(Exception):
@@ -36,7 +41,7 @@ class RandomState:
 
     @classmethod
     def now(cls, module: nn.Module) -> RandomState:
-        """A copy of the present states, for the CUDA devices that hold the module's parameters.
+        """Copy the present states, for the CUDA devices that hold the module's parameters.
 
         CUDA's state is a seed and an offset kept on the host, so nothing waits.
         """
@@ -86,32 +91,32 @@ class _Kept:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._attributes = dict(vars(module))
-        self._registered: dict[str, Any] = dict(vars(module)["_buffers"])
+        self._registered: dict[str, Any] = dict(own_parts(module, "_buffers"))
         self._buffers: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
         with torch.no_grad():
             for name, buffer in self._registered.items():
                 if buffer is not None:
                     small = buffer.numel() * buffer.element_size() <= MAX_BUFFER_BYTES
-                    self._buffers.append((name, buffer, buffer._version, buffer.clone() if small else None))
+                    self._buffers.append((name, buffer, version_of(buffer), buffer.clone() if small else None))
 
     def put_back(self) -> list[str]:
-        """Returns the names of buffers that were changed and could not be put back."""
-        attributes, registered = vars(self._module), vars(self._module)["_buffers"]
-        for name in [name for name in attributes if name not in self._attributes]:
-            del attributes[name]
-        for name, value in self._attributes.items():
-            if attributes.get(name, self) is not value:
-                attributes[name] = value
-        for name in [name for name in registered if name not in self._registered]:
-            del registered[name]
-        for name, value in self._registered.items():
-            if registered.get(name, self) is not value:
-                registered[name] = value
+        """Return the names of buffers that were changed and could not be put back."""
+        _restore(vars(self._module), self._attributes)
+        _restore(own_parts(self._module, "_buffers"), self._registered)
         lost: list[str] = []
         with torch.no_grad():
             for name, buffer, version, copy in self._buffers:
                 if copy is not None:
                     buffer.data.copy_(copy)  # `data`: a graph of the user's that saved the buffer stays valid
-                elif buffer._version != version:
+                elif version_of(buffer) != version:
                     lost.append(name)
         return lost
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Bind the names in `now` to what they were bound to `before`; those that are so already are not touched."""
+    for name in now.keys() - before.keys():
+        del now[name]
+    for name, value in before.items():
+        if now.get(name, _NOTHING) is not value:
+            now[name] = value

@@ -1,4 +1,4 @@
-"""How fused experts and routers show the operands of their GEMMs: see `mxprobe.measuring.adapters`.
+"""Adapters of fused experts and of routers.
 
 Read from transformers 5.24: Qwen3Moe, Qwen2Moe, Mixtral, DeepSeek V3, GLM-4 MoE, OLMoE, GPT-OSS (weights [E, K, O],
 biases added apart), Llama 4 (weights [E, K, O], every expert in one batched product).
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import Adapter, Reading, Unread, first_argument, held, unreadable
-from mxprobe.measuring.adapters.structure import expert_parameters, is_router
+from mxprobe.measuring.adapters.expert_structure import expert_parameters, is_router
 from mxprobe.measuring.isolation import is_plain
 
 _LOGITS_PLACE = {"Llama4Router": 1}
@@ -24,6 +24,7 @@ class ExpertsAdapter(Adapter):
     """Parameters [E, a, b]; the GEMMs are watched as they are called, by `ExpertsProbe`."""
 
     family = "fused experts"
+    argument = "hidden_states"
 
     def recognises(self, module: nn.Module) -> bool:
         return bool(expert_parameters(module))
@@ -38,13 +39,10 @@ class ExpertsAdapter(Adapter):
     def weight(self, module: nn.Module, part: str) -> Any:
         return expert_parameters(module).get(part)
 
-    def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
-        return None
-
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Reading | Unread:
-        x = first_argument(args, kwargs, "hidden_states")
+        x = first_argument(args, kwargs, self.argument)
         if not is_plain(x):
             return unreadable(x, output)
         return Reading(x, _first_tensor(output), None)
@@ -54,6 +52,7 @@ class RouterAdapter(Adapter):
     """weight [E, K] and, in some, bias [E]; the logits [..., E] are the first tensor of what it returns."""
 
     family = "router"
+    argument = "hidden_states"
 
     def recognises(self, module: nn.Module) -> bool:
         return is_router(module)
@@ -62,28 +61,25 @@ class RouterAdapter(Adapter):
         out_features, in_features = held(module, "weight").shape
         return out_features, in_features
 
-    def weight(self, module: nn.Module, part: str) -> Any:
-        return held(module, "weight")
-
     def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
         bias = held(module, "bias")
         return bias if is_plain(bias) else None
 
-    def read(
-        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    def output_of(self, module: nn.Module, output: Any) -> Any:
+        return logits_of(module, output)
+
+    def reading(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
-        x, logits = first_argument(args, kwargs, "hidden_states"), logits_of(module, output)
-        if not (is_plain(x) and is_plain(logits)):
-            return unreadable(x, logits)
         rows = x.reshape(-1, x.shape[-1])
         n_experts = held(module, "weight").shape[0]
-        if logits.shape[-1:] != (n_experts,) or logits.numel() != rows.shape[0] * n_experts:
-            return f"a result of shape {tuple(logits.shape)} is no product of its weight"
-        return Reading(rows, logits, logits)
+        if y.shape[-1:] != (n_experts,) or y.numel() != rows.shape[0] * n_experts:
+            return f"a result of shape {tuple(y.shape)} is no product of its weight"
+        return Reading(rows, y, y)
 
 
 def logits_of(module: nn.Module, output: Any) -> Any:
-    """The router's logits, out of what it returned."""
+    """Return the router's logits out of what it returned."""
     if isinstance(output, tuple):
         place = _LOGITS_PLACE.get(type(module).__name__, 0)
         return output[place] if place < len(output) else None
@@ -91,7 +87,7 @@ def logits_of(module: nn.Module, output: Any) -> Any:
 
 
 def chosen_of(output: Any, n_rows: int) -> torch.Tensor | None:
-    """The experts that a router chose, int64 [n_rows, k], out of what it returned; None where it does not tell."""
+    """Return the experts that a router chose, int64 [n_rows, k]; None where what it returned does not tell."""
     for each in output if isinstance(output, tuple) else ():
         if is_plain(each) and each.dtype == torch.int64 and each.dim() == 2 and each.shape[0] == n_rows:
             return each
