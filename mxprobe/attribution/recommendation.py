@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
+from mxprobe.numbers import fixed
 from mxprobe.schema import PLAIN_WORDS, Component, Role, Verdict
 
 from .exclusion import ExclusionCurve
@@ -181,10 +182,10 @@ class Recommendation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the headline, what is named and how sure that is."""
-        agreement = "unknown" if self.agreement.value is None else f"{self.agreement.value:.2f}"
+        agreement = "unknown" if self.agreement.value is None else f"{fixed(self.agreement.value)}"
         rows = "".join(
-            f"<tr><td>{html.escape(score.correction)}</td><td>{score.gain:.2f}</td>"
-            f"<td>[{score.gain_low:.2f}, {score.gain_high:.2f}]</td><td>{score.cost_gemm:g}</td></tr>"
+            f"<tr><td>{html.escape(score.correction)}</td><td>{fixed(score.gain)}</td>"
+            f"<td>[{fixed(score.gain_low)}, {fixed(score.gain_high)}]</td><td>{score.cost_gemm:g}</td></tr>"
             for score in self.corrections
             if score.correction in self.chosen
         )

@@ -1,8 +1,8 @@
 """Words for roles, components and corrections, the same in the terminal, in the report and in JSON."""
 
-import math
 from collections.abc import Iterable, Sequence
 
+from mxprobe.numbers import number, percent, whole_percent
 from mxprobe.schema import Component, Role
 from mxprobe_kernels.formats import Correction, CorrectionKind
 
@@ -74,22 +74,11 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def percent(share: float) -> str:
-    return "unknown" if not math.isfinite(share) else f"{100.0 * share:.0f} %"
-
-
-def number(value: float) -> str:
-    """Three digits, without an exponent where that is readable."""
-    if math.isnan(value):
-        return "unknown"
-    return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}"
-
-
 def update_words(seen: UpdateVisibility) -> str:
     """What `UpdateVisibility` says, in two sentences."""
-    back = f"; {percent(seen.return_frac)} of these go back to the value before" if seen.return_frac >= 0 else ""
+    back = f"; {whole_percent(seen.return_frac)} of these go back to the value before" if seen.return_frac >= 0 else ""
     return (
         f"An update changes the weights by {number(seen.relative_update)} of their norm and the MXFP4 value of "
-        f"{number(100.0 * seen.flip_frac)} % of them{back} (measured, {seen.n_modules} modules, {seen.n_steps} steps). "
+        f"{percent(seen.flip_frac)} of them{back} (measured, {seen.n_modules} modules, {seen.n_steps} steps). "
         f"What arrives has cosine {number(seen.cosine)} with the update and {number(seen.norm_ratio)} times its norm."
     )

@@ -11,6 +11,7 @@ import click
 
 from mxprobe.demo.runner import PROBE_EVERY, STEPS, WHAT_RUNS, DemoPaths, Scenario, Step, record, replay, require_trl
 from mxprobe.errors import UsageError
+from mxprobe.numbers import interval, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,8 +94,8 @@ def _show_foretold(found: tuple[Foretold, ...]) -> None:
     for heading in ("rollout against trainer", "first run", "predicted", "second run", ""):
         table.add_column(heading, justify="left" if heading in ("rollout against trainer", "") else "right")
     for each in found:
-        predicted = f"{each.predicted:.2g} [{each.low:.2g}, {each.high:.2g}]"
-        table.add_row(each.measure, f"{each.before:.2g}", predicted, f"{each.after:.2g}", str(each.moved))
+        predicted = interval(each.predicted, each.low, each.high)
+        table.add_row(each.measure, number(each.before), predicted, number(each.after), str(each.moved))
     out.print()
     out.print(table)
     out.print("[dim]nats per token. The trainer is in high precision: its gradients hold no error to correct.[/]")

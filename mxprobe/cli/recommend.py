@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import click
 
 from mxprobe.cli import engines
 from mxprobe.errors import UsageError
+from mxprobe.numbers import fixed, interval, number, percent, whole_percent
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
@@ -108,14 +108,15 @@ def show(
     words, headline = recommendation.plain_words, recommendation.headline
     title = headline if headline.casefold().startswith(words.casefold()) else f"{words.upper()}: {headline}"
     out.print(f"[bold]{_escape(title)}[/]\n")
-    stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
-    seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
+    stable = "unknown" if agreement.value is None else fixed(agreement.value)
+    seen = "unknown" if coverage.flops_frac is None else whole_percent(coverage.flops_frac)
     seen = f"seen {seen}" if not coverage.because else f"0 % covered, because {coverage.because}"
     out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {_escape(seen)}\n")
     for item in recommendation.evidence:
         if explain or item.name.startswith(_KEY_EVIDENCE):
             mark = {True: "yes", False: "no", None: ""}[item.holds]
-            gate = "" if item.threshold is None else f" [dim](gate {item.threshold:.3g}{': ' if mark else ''}{mark})[/]"
+            gate = f"gate {number(item.threshold)}{': ' if mark else ''}{mark}"
+            gate = "" if item.threshold is None else f" [dim]({gate})[/]"
             out.print(Padding(f"[dim]{item.certainty}:[/] {_escape(item.text)}{gate}", (0, 0, 0, 2)))
     if recommendation.corrections:
         out.print()
@@ -156,8 +157,6 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
     """The curve around its knee, and the pattern list of the modules up to it."""
     from rich.padding import Padding
 
-    from mxprobe.attribution.words import number
-
     kept_in = "BF16" if curve.keep == "keep_high_precision" else curve.keep.upper()
     out.print(
         f"\n[bold]Keeping modules in {kept_in}[/]: predicted KL against share of forward GEMM work "
@@ -172,7 +171,7 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
         point = curve.points[k]
         gap = "[dim]...[/]\n" if k > before + 1 else ""
         mark = " [bold]<- knee[/]" if k == curve.knee else ""
-        text = f"{gap}{k:>4}  {100 * point.flops_frac:5.1f} %  {number(point.predicted_kl):>8} nats  "
+        text = f"{gap}{k:>4}  {percent(point.flops_frac):>7}  {number(point.predicted_kl):>8} nats  "
         out.print(Padding(f"{text}{_escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
         before = k
     if curve.patterns:
@@ -183,8 +182,6 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
 def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
     """The columns that the trace holds, then the others by the reason."""
     from rich.padding import Padding
-
-    from mxprobe.attribution.words import number
 
     out.print(
         "\n[bold]What neighbouring papers measure[/]: median over modules \\[middle 80 %]; no part of the verdict"
@@ -227,30 +224,15 @@ def _corrections(recommendation: Recommendation) -> Table:
         chosen = score.correction in recommendation.chosen
         cells = (
             _escape(score.correction) + ("*" if score.is_pareto else ""),
-            _gain(score),
-            _two(score.held_out_gain),
-            _two(score.recovery),
-            f"{score.cost_gemm:.2g}",
+            _escape(interval(score.gain, score.gain_low, score.gain_high, fixed)),
+            fixed(score.held_out_gain),
+            whole_percent(score.recovery),
+            number(score.cost_gemm),
             {True: "yes", False: "no", None: "-"}[score.engine_has_it],
             _remark(score, is_chosen=chosen),
         )
         table.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)
     return table
-
-
-def _gain(score: CorrectionScore) -> str:
-    if not (math.isfinite(score.gain_low) and math.isfinite(score.gain_high)):
-        return _two(score.gain)
-    return f"{_two(score.gain)} {_interval(score)}"
-
-
-def _interval(score: CorrectionScore) -> str:
-    """`[0.64, 0.77]` with its bracket kept from rich."""
-    return rf"\[{_two(score.gain_low)}, {_two(score.gain_high)}]"
-
-
-def _two(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
 
 
 def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:

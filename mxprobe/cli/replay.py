@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from mxprobe.errors import TraceError
+from mxprobe.numbers import fixed, interval, number, signed
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def show(summary: ReplaySummary, *, show_all: bool = False, console: Console | N
             out.print(f"  relative to its controls (1: only the size of the error matters): {parts}")
     if summary.predicted_kl is not None:
         holds = "holds" if summary.is_valid else "does not hold: effects interact, or are not small"
-        out.print(f"\nDelta2 predicts a KL of {_number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
+        out.print(f"\nDelta2 predicts a KL of {number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
     _show_gradients(out, summary, None if show_all else _MAX_ROWS)
     for note in summary.notes:
         out.print(f"[dim]note: {_escape(note)}[/]")
@@ -102,11 +102,11 @@ def _show_arms(out: Console, summary: ReplaySummary) -> None:
     for arm in summary.arms:
         table.add_row(
             _escape(arm.arm),
-            _number(arm.kl.value),
+            number(arm.kl.value),
             _estimate(arm.gain),
-            "-" if arm.predicted_gain is None else f"{arm.predicted_gain:.2f}",
-            "-" if math.isnan(arm.entropy_shift) else f"{arm.entropy_shift:+.4f}",
-            "-" if arm.gradient_error is None else _number(arm.gradient_error.value),
+            fixed(arm.predicted_gain),
+            signed(arm.entropy_shift),
+            number(None if arm.gradient_error is None else arm.gradient_error.value),
         )
     out.print(table)
 
@@ -115,13 +115,14 @@ def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> 
     if summary.gradients:
         out.print("\n[bold]Weight gradients as it rounds now[/]: relative L2, cosine, log2 norm ratio, projection gain")
         for row in summary.gradients[:limit]:
-            numbers = f"{row.relative_l2:.3f}  {row.cosine:.3f}  {row.log2_norm_ratio:+.3f}  {row.projection_gain:.3f}"
+            values = (row.relative_l2, row.cosine, row.log2_norm_ratio, row.projection_gain)
+            numbers = "  ".join(f"{fixed(value, 3):>6}" for value in values)
             out.print(f"  {numbers}  {_escape(row.module)}", soft_wrap=True)
     if summary.operands:
         method = summary.operands[0].method.replace("_", " ")
         out.print(f"\n[bold]Operands by what their error does to all weight gradients[/] (relative L2, by {method})")
         for operand in summary.operands[:limit]:
-            out.print(f"  {operand.relative_l2:.4f}  {_escape(operand.module)} {operand.role}", soft_wrap=True)
+            out.print(f"  {fixed(operand.relative_l2, 4)}  {_escape(operand.module)} {operand.role}", soft_wrap=True)
     left = max((len(rows) - (limit or len(rows)) for rows in (summary.gradients, summary.operands)), default=0)
     if left > 0:
         out.print("[dim]more: --all[/]")
@@ -129,15 +130,7 @@ def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> 
 
 def _estimate(value: Estimate | None) -> str:
     """`0.64 [0.60, 0.68]`, the bracket kept from rich."""
-    if value is None:
-        return "-"
-    if not (math.isfinite(value.low) and math.isfinite(value.high)):
-        return f"{value.value:.2f}"
-    return rf"{value.value:.2f} \[{value.low:.2f}, {value.high:.2f}]"
-
-
-def _number(value: float) -> str:
-    return f"{value:.2e}" if math.isfinite(value) else "-"
+    return "–" if value is None else _escape(interval(value.value, value.low, value.high, fixed))
 
 
 def _escape(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mxprobe.errors import EXIT_TRACE
+from mxprobe.numbers import fixed, number, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,7 +173,7 @@ def _show(summary: dict[str, Any], out: Console) -> None:
             table.add_column(_DIRECTIONS[direction["role"]], justify="right")
         first = directions[0]["corrections"]
         for name in sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0):
-            table.add_row(name, *(_fixed(3)(direction["corrections"].get(name)) for direction in directions))
+            table.add_row(name, *(fixed(direction["corrections"].get(name), 3) for direction in directions))
         out.print(table)
         out.print()
     if summary["worst"]:
@@ -182,10 +183,8 @@ def _show(summary: dict[str, Any], out: Console) -> None:
         for heading in ("SQNR dB", "scale", "deadzone", "grid", "zeros"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in summary["worst"]:
-            shares = (_fixed(2)(row[name]) for name in ("scale", "deadzone", "grid"))
-            table.add_row(
-                escape(row["module"]), row["role"], _fixed(2)(row["sqnr_db"]), *shares, _percent(row["zero_frac"])
-            )
+            shares = (fixed(row[name]) for name in ("scale", "deadzone", "grid"))
+            table.add_row(escape(row["module"]), row["role"], fixed(row["sqnr_db"]), *shares, percent(row["zero_frac"]))
         out.print(table)
         out.print()
     if summary["calibration"]:
@@ -213,7 +212,7 @@ def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> No
         for label, cell in _LINES.items():
             table.add_row(label, cell(activations))
         errors = activations["output_error"]
-        both = " / ".join(_percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
+        both = " / ".join(percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
         table.add_row("error of the output, by X / by W", both)
         out.print(table)
         out.print()
@@ -222,7 +221,7 @@ def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> No
         table.add_column("error of the output by X", justify="right")
         table.add_column("zeros in X", justify="right")
         for row in found["worst_outputs"]:
-            table.add_row(escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
+            table.add_row(escape(row["module"]), percent(row["output_error"]), percent(row["zero_frac"]))
         out.print(table)
         out.print()
     if found["kl"] is None:
@@ -233,34 +232,22 @@ def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> No
     table.add_column("role")
     table.add_column("predicted KL, nats per token", justify="right")
     for row in found["most_sensitive"]:
-        table.add_row(escape(row["module"]), row["role"], _scientific(row["predicted_kl"]))
+        table.add_row(escape(row["module"]), row["role"], number(row["predicted_kl"]))
     out.print(table)
-    arms = ", ".join(f"{_ARMS.get(arm, arm)} {_scientific(kl)}" for arm, kl in found["kl"].items())
+    arms = ", ".join(f"{_ARMS.get(arm, arm)} {number(kl)}" for arm, kl in found["kl"].items())
     out.print(f"KL of the model against itself as it is: {escape(arms)} nats per token")
     if not found["is_first_order"]:
         out.print("[yellow]the single effects do not add up to it[/]: read their order, not their size")
     out.print()
 
 
-def _scientific(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2e}"
-
-
-def _fixed(digits: int) -> Callable[[float | None], str]:
-    return lambda value: "-" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
 _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "elements": lambda d: f"{d['n']:,}",
-    "SQNR (Gaussian)": lambda d: f"{_fixed(2)(d['sqnr_db'])} dB ({_fixed(2)(d['gaussian_sqnr_db'])})",
-    "rounded to zero (Gaussian)": lambda d: f"{_percent(d['zero_frac'])} ({_percent(d['gaussian_zero_frac'])})",
-    "clipped": lambda d: _percent(d["saturated_frac"]),
-    "scale / deadzone / grid": lambda d: " / ".join(_fixed(3)(d[n]) for n in ("scale", "deadzone", "grid")),
-    "raw, as in the paper": lambda d: " / ".join(_fixed(3)(d[f"raw_{n}"]) for n in ("scale", "deadzone", "grid")),
-    "cos(scale, grid)": lambda d: _fixed(3)(d["cos_scale_grid"]),
+    "SQNR (Gaussian)": lambda d: f"{fixed(d['sqnr_db'])} dB ({fixed(d['gaussian_sqnr_db'])})",
+    "rounded to zero (Gaussian)": lambda d: f"{percent(d['zero_frac'])} ({percent(d['gaussian_zero_frac'])})",
+    "clipped": lambda d: percent(d["saturated_frac"]),
+    "scale / deadzone / grid": lambda d: " / ".join(fixed(d[n], 3) for n in ("scale", "deadzone", "grid")),
+    "raw, as in the paper": lambda d: " / ".join(fixed(d[f"raw_{n}"], 3) for n in ("scale", "deadzone", "grid")),
+    "cos(scale, grid)": lambda d: fixed(d["cos_scale_grid"], 3),
     "main component": lambda d: d["component"] or "-",
 }

@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any
 
 from mxprobe.attribution.thresholds import Thresholds
-from mxprobe.attribution.words import correction_words, number
+from mxprobe.attribution.words import correction_words
+from mxprobe.numbers import interval, number, signed
 from mxprobe.trace import Trace
 
 from .alignment import Alignment, align
@@ -39,8 +40,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         """For notebooks: the headline, the prediction, and the metrics that changed clearly."""
         rows = "".join(
-            f"<tr><td>{html.escape(each.metric)}</td><td>{each.a.mean:.4g}</td><td>{each.b.mean:.4g}</td>"
-            f"<td>{each.change.difference:+.3g} [{each.change.low:+.3g}, {each.change.high:+.3g}]</td></tr>"
+            f"<tr><td>{html.escape(each.metric)}</td><td>{number(each.a.mean)}</td><td>{number(each.b.mean)}</td>"
+            f"<td>{interval(each.change.difference, each.change.low, each.change.high, signed)}</td></tr>"
             for each in self.signals
             if each.change.is_clear
         )

@@ -25,7 +25,8 @@ from mxprobe.attribution.measured import FORWARD_ROLES, Measured, correction_of,
 from mxprobe.attribution.ratios import realised_ratios
 from mxprobe.attribution.symptom import Mismatch, mismatch
 from mxprobe.attribution.thresholds import Thresholds
-from mxprobe.attribution.words import correction_words, listed, number
+from mxprobe.attribution.words import correction_words, listed
+from mxprobe.numbers import fixed, interval, number
 from mxprobe.schema import PLAIN_WORDS, Phase, Verdict
 from mxprobe.trace import Trace
 
@@ -252,10 +253,10 @@ def _words(outcome: Outcome, facts: _Facts, predicted: Gain, measured: Gain | No
     named = "which A's verdict named" if facts.correction in facts.decision.chosen else "which A's verdict did not name"
     name, where = correction_words(facts.correction), listed(facts.kinds)
     head = f"{name[0].upper()}{name[1:]}, {named}, is on in B for {facts.n_on} of {facts.n_operands} operands."
-    foretold = f"A's what-ifs predicted {_gain(predicted)} of the output error of {where} removed"
+    foretold = f"A's what-ifs predicted {_interval(predicted)} of the output error of {where} removed"
     if outcome is Outcome.NOT_MEASURED or measured is None:
         return f"{head} {foretold}; what B removed cannot be told: too few probed steps, or no error in A."
-    return f"{head} It {outcome}: {foretold}, B measures {_gain(measured)}."
+    return f"{head} It {outcome}: {foretold}, B measures {_interval(measured)}."
 
 
 def _not_switched_on(decision: Decision) -> str:
@@ -270,5 +271,5 @@ def _not_switched_on(decision: Decision) -> str:
     return f"A's verdict named {names}{gain} but B has it on in none of these operands: the prediction is not tested."
 
 
-def _gain(gain: Gain) -> str:
-    return f"{gain.value:.2f} [{gain.low:.2f}, {gain.high:.2f}]"
+def _interval(gain: Gain) -> str:
+    return interval(gain.value, gain.low, gain.high, fixed)

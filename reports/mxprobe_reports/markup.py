@@ -1,8 +1,12 @@
 """HTML from text: what is not `Html` already is escaped, so that no name in a trace can become markup."""
 
 import html
-import math
 from collections.abc import Sequence
+
+from mxprobe.numbers import duration as duration_text  # noqa: F401
+from mxprobe.numbers import file_size as bytes_text  # noqa: F401
+from mxprobe.numbers import number as number
+from mxprobe.numbers import percent as percent
 
 
 class Html(str):
@@ -94,50 +98,3 @@ def chart(name: str, label: str, *, size: str = "tall", picks: str = "") -> Html
 
 def pairs(entries: Sequence[tuple[object, object]]) -> Html:
     return tag("dl", *[tag("dt", name) + tag("dd", value) for name, value in entries], class_="pairs")
-
-
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def number(value: float) -> str:
-    """Three significant digits, whole numbers as such, a true minus sign, a dash for what is not finite."""
-    if not math.isfinite(value):
-        return "–"
-    size = abs(value)
-    if size < 1e6 and value == round(value):
-        return f"{value:.0f}".replace("-", "−")
-    if size < 1e-3 or size >= 1e6:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPT)}".replace("-", "−")
-    if size < 0.1:
-        return f"{value:.3g}".replace("-", "−")
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
-    return f"{value:.{digits}f}".replace("-", "−")
-
-
-def percent(value: float) -> str:
-    if not math.isfinite(value):
-        return "–"
-    size = abs(100 * value)
-    if 0 < size < 0.005:
-        return "< 0.01 %" if value > 0 else "> −0.01 %"
-    digits = 0 if size >= 99.95 else 1 if size >= 1 else 2
-    return f"{100 * value:.{digits}f} %".replace("-", "−")
-
-
-def bytes_text(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def duration_text(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "–"
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

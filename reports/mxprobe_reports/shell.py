@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from .markup import Html, esc, join, tag
 
-SCRIPTS = ("data.js", "charts.js", "page.js")
+SCRIPTS = ("numbers.js", "data.js", "charts.js", "page.js")
 
 NAVIGATION = (
     ("against", "B against A"),

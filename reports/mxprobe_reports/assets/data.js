@@ -135,28 +135,6 @@ function operandName(index) {
   return DATA.modules.names[DATA.operands.module[index]] + " · " + DATA.roles[DATA.operands.role[index]].label;
 }
 
-const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
-function power(exponent) {
-  return "10" + String(exponent).replace(/./g, (c) => SUPERSCRIPT[c]);
-}
-function number(x) {
-  if (!Number.isFinite(x)) return "–";
-  const a = Math.abs(x);
-  if (a === 0) return "0";
-  if (a < 1e-3 || a >= 1e6) {
-    const exponent = Math.floor(Math.log10(a));
-    return (x / 10 ** exponent).toFixed(1).replace("-", "−") + "×" + power(exponent);
-  }
-  if (a < 0.1) return String(Number(x.toPrecision(3))).replace("-", "−");
-  return x.toFixed(a >= 100 ? 0 : a >= 10 ? 1 : a >= 1 ? 2 : 3).replace("-", "−");
-}
-function percent(x) {
-  if (!Number.isFinite(x)) return "–";
-  const p = Math.abs(100 * x);
-  const digits = p >= 99.95 ? 0 : p >= 10 ? 1 : p >= 1 ? 1 : 2;
-  if (p > 0 && p < 0.005) return (x < 0 ? "> −" : "< ") + "0.01 %";
-  return (100 * x).toFixed(digits).replace("-", "−") + " %";
-}
 function count(x) {
   return Number.isFinite(x) ? String(Math.round(x)) : "–";
 }
