@@ -178,8 +178,9 @@ def _explained(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
         name,
         Certainty.PREDICTED,
         f"rounding explains {whole_percent(share)} of the mismatch of log-probabilities, "
-        f"{whole_percent(1.0 - share)} is not explained: mean d^2 is {number(found.observed)} nats^2 a token, {number(found.replayed)} where "
-        f"training batches are replayed with every Linear rounded (ratio {found.share:.2f}{interval}, {found.n_steps} steps)",
+        f"{whole_percent(1.0 - share)} is not explained: mean d^2 is {number(found.observed)} nats^2 a token, "
+        f"{number(found.replayed)} where training batches are replayed with every Linear rounded (ratio "
+        f"{found.share:.2f}{interval}, {found.n_steps} steps)",
         found.share,
         1.0 - thresholds.unexplained,
         found.share >= 1.0 - thresholds.unexplained,

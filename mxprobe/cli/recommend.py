@@ -227,7 +227,7 @@ def _corrections(recommendation: Recommendation) -> Table:
             _escape(interval(score.gain, score.gain_low, score.gain_high, fixed)),
             fixed(score.held_out_gain),
             whole_percent(score.recovery),
-            number(score.cost_gemm),
+            fixed(score.cost_gemm),
             {True: "yes", False: "no", None: "-"}[score.engine_has_it],
             _remark(score, is_chosen=chosen),
         )
