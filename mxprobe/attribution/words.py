@@ -17,6 +17,15 @@ ROLE_WORDS: dict[Role, str] = {
     Role.G_WGRAD: "output gradients (wgrad)",
     Role.X_WGRAD: "inputs (wgrad)",
 }
+ROLE_LABELS: dict[str, str] = {
+    Role.X_FWD: "X fwd",
+    Role.W_FWD: "W fwd",
+    Role.G_DGRAD: "G dgrad",
+    Role.W_DGRAD: "W dgrad",
+    Role.G_WGRAD: "G wgrad",
+    Role.X_WGRAD: "X wgrad",
+}
+"""For tables and axes."""
 COMPONENT_WORDS: dict[Component, str] = {
     Component.SCALE: "scale bias",
     Component.DEADZONE: "deadzone",

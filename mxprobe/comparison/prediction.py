@@ -26,7 +26,7 @@ from mxprobe.attribution.ratios import realised_ratios
 from mxprobe.attribution.symptom import Mismatch, mismatch
 from mxprobe.attribution.thresholds import Thresholds
 from mxprobe.attribution.words import correction_words, listed
-from mxprobe.numbers import fixed, interval, number
+from mxprobe.numbers import number
 from mxprobe.schema import PLAIN_WORDS, Phase, Verdict
 from mxprobe.trace import Trace
 
@@ -253,10 +253,10 @@ def _words(outcome: Outcome, facts: _Facts, predicted: Gain, measured: Gain | No
     named = "which A's verdict named" if facts.correction in facts.decision.chosen else "which A's verdict did not name"
     name, where = correction_words(facts.correction), listed(facts.kinds)
     head = f"{name[0].upper()}{name[1:]}, {named}, is on in B for {facts.n_on} of {facts.n_operands} operands."
-    foretold = f"A's what-ifs predicted {_interval(predicted)} of the output error of {where} removed"
+    foretold = f"A's what-ifs predicted {predicted.words} of the output error of {where} removed"
     if outcome is Outcome.NOT_MEASURED or measured is None:
         return f"{head} {foretold}; what B removed cannot be told: too few probed steps, or no error in A."
-    return f"{head} It {outcome}: {foretold}, B measures {_interval(measured)}."
+    return f"{head} It {outcome}: {foretold}, B measures {measured.words}."
 
 
 def _not_switched_on(decision: Decision) -> str:
@@ -269,7 +269,3 @@ def _not_switched_on(decision: Decision) -> str:
     score = next((each for each in decision.scores if each.correction == decision.chosen[0]), None)
     gain = "" if score is None else f", predicted to remove {number(score.gain)} of the output error,"
     return f"A's verdict named {names}{gain} but B has it on in none of these operands: the prediction is not tested."
-
-
-def _interval(gain: Gain) -> str:
-    return interval(gain.value, gain.low, gain.high, fixed)

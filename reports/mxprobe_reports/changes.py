@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mxprobe.attribution.trends import ALPHA, find_step, mann_kendall
-
-from .markup import Html, basis, number, scope, tag
+from mxprobe.numbers import number
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,13 @@ class Change:
     before: float | None = None
     after: float | None = None
     p: float | None = None
+
+    def words(self, show: Callable[[float], str]) -> str:
+        """Return trend and step in one line; `show` spells the levels."""
+        words = "no trend" if self.trend == "flat" else f"{self.trend}, p {_p(self.trend_p)}"
+        if self.at is not None and self.before is not None and self.after is not None and self.p is not None:
+            words += f"; step at {self.at}: {show(self.before)} to {show(self.after)}, p {_p(self.p)}"
+        return words
 
     def to_page(self) -> dict[str, Any]:
         return {"trend": self.trend, "at": self.at, "before": self.before, "after": self.after, "p": self.p}
@@ -49,15 +55,6 @@ def _beats_a_line(y: npt.NDArray[np.float64], at: int) -> bool:
     line = y - np.polyval(np.polyfit(t, y, 1), t)
     step = np.concatenate([y[:at] - y[:at].mean(), y[at:] - y[at:].mean()])
     return float(step @ step) < float(line @ line)
-
-
-def line(change: Change, show: Callable[[float], str]) -> Html:
-    """One line under a chart."""
-    words = "no trend" if change.trend == "flat" else f"{change.trend}, p {_p(change.trend_p)}"
-    if change.at is not None and change.before is not None and change.after is not None and change.p is not None:
-        words += f"; step at {change.at}: {show(change.before)} to {show(change.after)}, p {_p(change.p)}"
-    title = "A trend or step of one run is associated with what happened then, not caused by it."
-    return tag("p", basis("associated"), f" · {words} ", scope("steps"), class_="note change-point", title=title)
 
 
 def _p(value: float) -> str:

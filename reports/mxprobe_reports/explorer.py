@@ -9,6 +9,7 @@ import pandas as pd
 
 from mxprobe.attribution import ratios
 from mxprobe.attribution.gaussian import GaussianReference, gaussian_reference
+from mxprobe.attribution.words import ROLE_LABELS
 from mxprobe.schema import Component, Rule
 
 from . import names, packing, whatifs
@@ -195,7 +196,7 @@ def page_data(
             "blocks": [names.block_of(name) for name in operands.modules],
             "slugs": names.slugs(operands.modules),
         },
-        "roles": [{"key": role, "label": names.ROLE_LABELS[role]} for role in operands.roles],
+        "roles": [{"key": role, "label": ROLE_LABELS[role]} for role in operands.roles],
         "operands": {
             "module": [int(m) for m in operands.totals["module"]],
             "role": [int(r) for r in operands.totals["role"]],

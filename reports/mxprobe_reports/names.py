@@ -3,17 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from mxprobe.schema import Role
-
-ROLE_LABELS: dict[str, str] = {
-    Role.X_FWD.value: "X fwd",
-    Role.W_FWD.value: "W fwd",
-    Role.G_DGRAD.value: "G dgrad",
-    Role.W_DGRAD.value: "W dgrad",
-    Role.G_WGRAD.value: "G wgrad",
-    Role.X_WGRAD.value: "X wgrad",
-}
-
 
 def slugs(names: Sequence[str]) -> list[str]:
     """One id-safe slug per name, in order; names that would slug alike get a number."""

@@ -81,6 +81,11 @@ class Operands:
     def is_downsampled(self) -> bool:
         return len(self.binned.steps) < self.n_probed_steps
 
+    @property
+    def quantizers(self) -> list[str]:
+        """Formats and scale rules of the statistics, as in `mxfp4 rceil`."""
+        return sorted({f"{f} {r}" for f, r in zip(self.totals["format"], self.totals["rule"], strict=True)})
+
     def index(self) -> dict[tuple[str, str], int]:
         """(module name, role) -> row of `totals`."""
         keys = zip(self.totals["module"], self.totals["role"], strict=True)

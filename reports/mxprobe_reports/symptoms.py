@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from markupsafe import Markup
 
 from mxprobe.metrics import Series, preferred
+from mxprobe.numbers import number, percent
 
 from . import changes, logprobs, packing
 from .changes import Change
 from .inputs import Inputs
-from .markup import Html, basis, chart, join, number, percent, scope, table, tag
+from .rendering import render
 
 RECENT = 0.1
 """The value shown is the mean of this last part of the run."""
@@ -33,18 +35,24 @@ class Signal:
     is_share: bool = False
     change: Change | None = None
 
+    def show(self, value: float) -> str:
+        """Spell a value of this signal."""
+        return percent(value) if self.is_share else number(value)
+
     @property
     def recent(self) -> float:
         """Mean of the finite values in the last tenth of the steps."""
-        finite = self.values[np.isfinite(self.values)]
-        tail = finite[-max(1, round(RECENT * len(finite))) :]
-        return float(tail.mean()) if len(tail) else float("nan")
+        return _mean_of_part(self.values[::-1])
 
     @property
     def first(self) -> float:
-        finite = self.values[np.isfinite(self.values)]
-        head = finite[: max(1, round(RECENT * len(finite)))]
-        return float(head.mean()) if len(head) else float("nan")
+        return _mean_of_part(self.values)
+
+
+def _mean_of_part(values: npt.NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    part = finite[: max(1, round(RECENT * len(finite)))]
+    return float(part.mean()) if len(part) else float("nan")
 
 
 HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
@@ -122,17 +130,22 @@ def _signal(
     id: str, title: str, detail: str, by_step: Any, from_zero: bool, missing: str, *, is_share: bool = False
 ) -> Signal:
     n_steps = len(by_step)
-    bins = packing.bin_of(n_steps, min(n_steps, packing.MAX_POINTS))
-    values = by_step.to_numpy(dtype=float)
-    steps = by_step.index.to_numpy().astype(np.int64)
-    if n_steps > packing.MAX_POINTS:
-        values = pd.Series(values).groupby(bins).mean().to_numpy()
-        steps = pd.Series(steps).groupby(bins).first().to_numpy()
+    steps, values = resampled(by_step)
+    if n_steps > len(values):
         detail += f", {n_steps} steps shown as {len(values)} means"
     if n_steps and not np.isfinite(values).any():
         missing = "Every logged value is NaN or infinite."
         steps, values = steps[:0], values[:0]
     return Signal(id, title, detail, steps, values, from_zero, missing, is_share, changes.find(steps, values))
+
+
+def resampled(by_step: pd.Series) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return steps and values of a series by step; beyond 2,000 points, means of neighbouring steps."""
+    steps, values = by_step.index.to_numpy().astype(np.int64), by_step.to_numpy(dtype=float)
+    if len(steps) <= packing.MAX_POINTS:
+        return steps, values
+    bins = pd.Series(packing.bin_of(len(steps), packing.MAX_POINTS))
+    return pd.Series(steps).groupby(bins).first().to_numpy(), pd.Series(values).groupby(bins).mean().to_numpy()
 
 
 def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[dict[str, Any]]:
@@ -171,41 +184,19 @@ def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return pd.Series(values).rolling(width, center=True, min_periods=1).mean().to_numpy(dtype=float)
 
 
-def section(signals: Sequence[Signal]) -> Html:
-    return tag("div", *[_card(signal) for signal in signals], class_="row four", id="signals")
+def section(signals: Sequence[Signal]) -> Markup:
+    """Return a card per signal."""
+    return render("signals.html", signals=signals)
 
 
-def _card(signal: Signal) -> Html:
-    show = percent if signal.is_share else number
-    header = tag("header", tag("h2", signal.title), tag("span", scope("rank"), basis("measured"), class_="bases"))
-    if not len(signal.steps):
-        body = tag("p", signal.missing, class_="empty")
-    else:
-        moved = f"from {show(signal.first)}" if len(signal.values) > 1 else "one step only"
-        detail = f"; {signal.detail}" if signal.detail else ""
-        label = f"{signal.title} over {len(signal.values)} steps, lately {show(signal.recent)}, {moved}{detail}"
-        # page.js writes both anew for a range of steps.
-        lately = [tag("span", show(signal.recent), data_recent=signal.id)]
-        lately.append(tag("small", tag("span", moved, data_first=signal.id), detail))
-        value = tag("p", *lately, class_="value")
-        said = [] if signal.change is None else [changes.line(signal.change, show)]
-        body = join([value, chart(f"signal-{signal.id}", label, size="short"), *said])
-    return tag("section", header, body, class_="card signal")
-
-
-def all_signals(inputs: Inputs) -> Html:
-    """Every logged key with its canonical name; the raw series are one `mxprobe.open_trace` away."""
-    frame = inputs.signals
-    if frame.empty:
-        return tag(
-            "p", "The trace holds no metrics: none of the known loggers was called while attached.", class_="note"
-        )
+def all_signals(frame: pd.DataFrame) -> Markup:
+    """Return every logged key with its canonical name; the raw series are one `mxprobe.open_trace` away."""
     rows: list[list[object]] = []
     for key, group in frame.groupby(frame["raw_key"].astype(str), sort=True):
         value = group["value"].to_numpy(dtype=float)
         finite = value[np.isfinite(value)]
         last = group.iloc[-1]
         name = str(last["metric"]) if pd.notna(last["metric"]) else ""
-        spread = [finite[-1], finite.min(), finite.max()] if len(finite) else [float("nan")] * 3
+        spread = [finite[-1], finite.min(), finite.max()] if len(finite) else [None] * 3
         rows.append([name or "not mapped", str(key), str(last["source"]), len(value), *map(number, spread)])
-    return table(["metric", "logged as", "by", "values", "last", "least", "largest"], rows, numeric=range(3, 7))
+    return render("all_signals.html", rows=rows)

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from mxprobe_reports import changes
+from mxprobe_reports import changes, symptoms
 
 STEPS = np.arange(10, 210, dtype=np.int64)
 
@@ -47,8 +47,9 @@ def test_missing_values_do_not_move_the_step() -> None:
 
 
 def test_words_claim_no_cause() -> None:
-    found = changes.find(STEPS, noise(0) + 0.5 * (STEPS >= 110))
+    values = noise(0) + 0.5 * (STEPS >= 110)
+    found = changes.find(STEPS, values)
     assert found is not None
-    line = changes.line(found, str)
-    assert ">associated<" in line
+    line = symptoms.section([symptoms.Signal("reward", "Reward", "", STEPS, values, True, "", change=found)])
+    assert ">associated<" in line[line.index("change-point") :]
     assert "not caused by it" in line

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from markupsafe import Markup
 
-from .markup import Html, basis, bytes_text, card, duration_text, pairs, percent, scope, tag
+from mxprobe.numbers import NOTHING, duration, file_size, percent
+
+from .rendering import render
 
 Array = npt.NDArray[np.float64]
 
@@ -109,45 +112,35 @@ def _replay_seconds(steps: npt.NDArray[np.int_], hooks_s: Array, replayed: Mappi
     return found
 
 
-def section(overhead: Overhead) -> Html:
-    title, kind = "Overhead", tag("span", scope("steps", "rank"), basis("measured"))
-    if not overhead.step_s.size:
-        return card(title, tag("p", "No step was timed in this trace.", class_="empty"), kind=kind)
-    facts = [(percent(overhead.hooks_frac), "in the training thread: time in our hooks over the rest of the steps")]
+def section(overhead: Overhead) -> Markup:
+    """Return the card; it says so where no step was timed."""
+    shares = [(overhead.hooks_frac, "in the training thread: time in our hooks over the rest of the steps")]
     if np.isfinite(overhead.measuring_s) and overhead.attached_s > 0:
         words = "beside it: time of our measuring thread over the attached time; on busy cores it slows the training"
-        facts.append((percent(overhead.measuring_s / overhead.attached_s), words))
-    shown = [tag("div", tag("dd", value, class_="big"), tag("dt", words, class_="note")) for value, words in facts]
-    return card(title, tag("dl", *shown, class_="row two"), pairs(_entries(overhead)), kind=kind)
+        shares.append((overhead.measuring_s / overhead.attached_s, words))
+    return render("overhead.html", shares=shares, entries=_entries(overhead) if overhead.step_s.size else [])
 
 
-def _entries(overhead: Overhead) -> list[tuple[object, object]]:
+def _entries(overhead: Overhead) -> list[tuple[str, str]]:
     probed = overhead.is_probed
     after, before = np.roll(probed, 1), np.roll(probed, -1)
     after[:1] = before[-1:] = False
     hooks = [overhead.hooks_s[chosen] for chosen in (probed, ~probed)]
-    in_hooks = [duration_text(float(np.median(part))) if part.size else "–" for part in hooks]
+    in_hooks = [duration(float(np.median(part))) if part.size else NOTHING for part in hooks]
     when = {"probed": probed, "just after a probed one": after & ~probed, "just before one": before & ~probed}
-    step = {name: duration_text(overhead.median_s(chosen)) for name, chosen in when.items()}
+    share = overhead.default_frac
+    default = f"{percent(share)} of {PERIOD} steps: {PROBES} probes and a replay for sensitivity, from these medians"
     return [
         ("steps timed", f"{probed.size}, {int(probed.sum())} of them probed"),
         ("in our hooks, median", f"{in_hooks[0]} in a probed step, {in_hooks[1]} in others"),
-        *((f"step {name}, median", text) for name, text in step.items()),
+        *((f"step {name}, median", duration(overhead.median_s(chosen))) for name, chosen in when.items()),
         *(
-            (f"a replay for {kind}, median", f"{duration_text(s)}, {percent(overhead.of_period(s))} of {PERIOD} steps")
+            (f"a replay for {kind}, median", f"{duration(s)}, {percent(overhead.of_period(s))} of {PERIOD} steps")
             for kind, s in overhead.replay_s.items()
         ),
-        *_default(overhead),
+        *([("default schedule, in our hooks", default)] if np.isfinite(share) else []),
         *overhead.told,
         ("rows dropped", f"{overhead.n_dropped}"),
         ("errors swallowed", f"{overhead.n_errors}"),
-        ("sent", bytes_text(overhead.sent_bytes)),
+        ("sent", file_size(overhead.sent_bytes)),
     ]
-
-
-def _default(overhead: Overhead) -> list[tuple[object, object]]:
-    share = overhead.default_frac
-    if not np.isfinite(share):
-        return []
-    words = f"{percent(share)} of {PERIOD} steps: {PROBES} probes and a replay for sensitivity, from these medians"
-    return [("default schedule, in our hooks", words)]
