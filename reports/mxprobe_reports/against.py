@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from mxprobe.comparison import Comparison, tables
 
-from . import explorer, operands, outputs, packing, symptoms
+from . import explorer, operands, outputs, symptoms
 from .inputs import Inputs
 from .operands import Binned, Operands
 from .rendering import render
@@ -50,12 +50,8 @@ class Against:
         )
 
     def page_data(self, a: Operands) -> dict[str, Any]:
-        """For page.js: B's lines in A's order, and its output error."""
-        return {
-            "name": self.name,
-            "view": explorer.view(len(a.totals), self.binned),
-            "error": packing.pack(self.error),
-        }
+        """Return B's lines in A's order, for page.js."""
+        return {"view": explorer.view(len(a.totals), self.binned)}
 
 
 def section(against: Against, name: str) -> Markup:

@@ -24,6 +24,7 @@ _WORST_TITLES = {
     "out_zeroed": "on zeroed",
     "zero_frac": "zeroed values",
 }
+_SPELL = {"number": number, "percent": percent}
 
 
 def section(
@@ -48,7 +49,7 @@ def section(
         hurts=next(each for each in offered if each["key"] == key),
         hurts_basis=basis,
         hurts_text=text,
-        worst_columns=[{"key": name, "title": _WORST_TITLES[name]} for name in columns],
+        worst_columns=[{"key": name, "title": _WORST_TITLES[name], "format": _format(name)} for name in columns],
         worst=_worst(operands, frame, columns),
         measures=[each for each in offered if each["key"] != key],
         measure=next(each for each in offered if each["key"] == chosen),
@@ -56,6 +57,11 @@ def section(
         split=_split(operands),
         gaussian=[each for rule in sorted(set(operands.totals["rule"])) if (each := _gaussian(rule))],
     )
+
+
+def _format(column: str) -> str:
+    """The spelling of a column, by its name in Python and in the page script."""
+    return "number" if column == "predicted_kl" else "percent"
 
 
 def _basis(operands: Operands, verdict: Verdict, sensitivities: Sensitivities | None) -> tuple[tuple[str, str], str]:
@@ -76,7 +82,7 @@ def _worst(operands: Operands, frame: pd.DataFrame, columns: tuple[str, ...]) ->
     rows: list[dict[str, Any]] = []
     for i in largest:
         module, role = (int(operands.totals[name].iloc[i]) for name in ("module", "role"))
-        values = [(number if name == "predicted_kl" else percent)(float(frame[name].iloc[i])) for name in columns]
+        values = [_SPELL[_format(name)](float(frame[name].iloc[i])) for name in columns]
         named = {"module": operands.modules[module], "role": operands.roles[role]}
         rows.append({"at": f"{module},{role}", **named, "values": values})
     return rows

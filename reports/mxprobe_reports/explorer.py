@@ -15,13 +15,13 @@ from mxprobe.schema import Component, Rule
 from . import names, packing, whatifs
 from .gaussian_bands import bands
 from .operands import Binned, Operands, Scan, dense
-from .rows import Rows
+from .rows import Array, Rows
 from .sensitivities import Sensitivities
 
 OPERAND_COLUMNS: tuple[str, ...] = (
     *("out_error", "out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated"),
     *("nmse", "sqnr_db", "scale", "deadzone", "grid", "zero_frac", "saturated_frac"),
-    *("nmse_reference", "zeroed_reference", "nmse_ratio"),
+    *("nmse_reference", "zeroed_reference", "sqnr_reference", "nmse_ratio"),
     *("sampled", "clusters"),
     *("predicted_kl", "rank_low", "rank_high"),
 )
@@ -32,6 +32,17 @@ LINES: tuple[str, ...] = (
 )
 """Per operand over bins of steps: parts of the error relative to the signal, shares of values, and the weights
 (signal and output energy, count of values) with which bins add up exactly to any range of steps."""
+
+_PARTS, _OUT_PARTS = ("scale", "deadzone", "grid"), ("out_scale", "out_deadzone", "out_grid")
+RATIOS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "nmse": (_PARTS, (), "signal"),
+    "out_error": (_OUT_PARTS, (), "output"),
+    **{name: ((name,), _PARTS, "signal") for name in _PARTS},
+    **{name: ((name,), _OUT_PARTS, "output") for name in (*_OUT_PARTS, "out_zeroed", "out_saturated")},
+    **{name: ((name,), (), "values") for name in ("zero_frac", "saturated_frac")},
+}
+"""Columns that page.js makes anew for a range of steps or a rank, from `LINES`: which lines are added above, which
+below (none: the weight), and the weight of a bin."""
 
 ERROR_TICKS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
 SHARE_TICKS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -144,6 +155,7 @@ def columns(operands: Operands, sensitivities: Sensitivities | None = None) -> p
     references = [_reference(*operand) for operand in zip(frame["log2_rms"], totals["rule"], strict=True)]
     frame["nmse_reference"] = [reference.nmse for reference in references]
     frame["zeroed_reference"] = [reference.zero_frac for reference in references]
+    frame["sqnr_reference"] = [reference.sqnr_db for reference in references]
     frame["nmse_ratio"] = frame["nmse"] / frame["nmse_reference"]
     frame["sampled"] = totals["sampled_frac"]
     frame["clusters"] = totals["n_clusters"]
@@ -156,8 +168,8 @@ def lines(n_operands: int, binned: Binned) -> dict[str, npt.NDArray[np.float64]]
     """`LINES` as (n_operands, n_bins): components relative to the signal's energy, so that they add to the error."""
     sums = binned.sums
     tensor, output = ratios.tensor_ratios(sums.reindex(columns=ratios.ADDITIVE)), ratios.output_ratios(sums)
-    found = {name: tensor[name] * tensor["nmse"] for name in ("scale", "deadzone", "grid")}
-    parts = ("out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated")
+    found = {name: tensor[name] * tensor["nmse"] for name in _PARTS}
+    parts = (*_OUT_PARTS, "out_zeroed", "out_saturated")
     found |= {name: output[name] * output["out_error"] for name in parts}
     found |= {name: tensor[name] for name in ("zero_frac", "saturated_frac")}
     found |= {"signal": sums["sum_x2"], "output": sums["out_ref2"], "values": sums["n"]}
@@ -177,18 +189,19 @@ def page_data(
     tensors: Rows,
     *,
     sensitivities: Sensitivities | None = None,
-    has_b: bool = False,
+    b_error: Array | None = None,
 ) -> dict[str, Any]:
-    """Everything page.js needs to explore operands. The operand selected first is the worst of the forward.
+    """Return all that page.js needs to explore operands. The operand selected first is the worst of the forward.
 
-    With `has_b`, another run lies over this one, and its error relative to this one's is a measure too.
+    `b_error` is the output error (n_operands,) of a run that lies over this one: relative to this one's a measure too.
     """
     frame = columns(operands, sensitivities)
     corrections, left = whatifs.collect(whatif, tensors, seen, operands)
     rules = sorted(set(operands.totals["rule"]))
     blocks = operands.delta.sum(axis=1, keepdims=True)
     delta = operands.delta / np.where(blocks > 0, blocks, 1)
-    packed = {name: packing.pack(np.asarray(frame[name])) for name in OPERAND_COLUMNS}
+    shown = dict(frame) if b_error is None else {**frame, "b_over_a": b_error / frame["out_error"]}
+    packed = {name: packing.pack(np.asarray(values)) for name, values in shown.items()}
     return {
         "modules": {
             "names": operands.modules,
@@ -209,7 +222,8 @@ def page_data(
             "corrections": corrections,
             "columns": {name: packing.pack(values) for name, values in left.items()},
         },
-        "measures": measures(sensitivities, has_b=has_b),
+        "ratios": RATIOS,
+        "measures": measures(sensitivities, has_b=b_error is not None),
         "hurts": hurts(sensitivities),
         "selected": _first_selected(operands, frame, hurts(sensitivities)),
     }

@@ -133,7 +133,7 @@ class Report:
                 self.inputs.whatif,
                 self.inputs.tensors,
                 sensitivities=self.sensitivities,
-                has_b=self.against is not None,
+                b_error=None if self.against is None else self.against.error,
             ),
             "gradients": gradient_errors.page_data(self.gradients),
             "exclusion": exclusion_card.page_data(self.inputs.recommendation.exclusion),

@@ -131,15 +131,15 @@ function heatFigure(key, selected) {
   const m = measure(key);
   const modules = DATA.modules.names;
   const roles = rolesShown();
-  const cells = roles.map((r) => modules.map((_, i) => valueOf("operands", key, operandAt(i, r))));
+  const cells = roles.map((r) => modules.map((_, i) => valueOf(key, operandAt(i, r))));
   const z = cells.map((row) => row.map((v) => (!Number.isFinite(v) ? null : m.log ? Math.log10(Math.max(v, 1e-12)) : v)));
   const text = cells.map((row, y) => row.map((v, i) => {
     const at = operandAt(i, roles[y]);
     if (at < 0) return "";
-    const share = (c) => percent(valueOf("operands", c, at));
+    const share = (c) => percent(valueOf(c, at));
     return [
       plain(shorten(modules[i], 60)) + " · " + DATA.roles[roles[y]].label, plain(m.label) + ": <b>" + FORMAT[m.format](v) + "</b>",
-      "Gaussian data: " + percent(valueOf("operands", "nmse_reference", at)) + " output error, " + percent(valueOf("operands", "zeroed_reference", at)) + " zeroed",
+      "Gaussian data: " + percent(valueOf("nmse_reference", at)) + " output error, " + percent(valueOf("zeroed_reference", at)) + " zeroed",
       "split of the output error: scale " + share("out_scale") + ", deadzone " + share("out_deadzone") + ", grid " + share("out_grid"),
     ].join("<br>");
   }));
@@ -166,11 +166,11 @@ function heatTable(key) {
   const m = measure(key);
   return {
     head: ["module", ...rolesShown().map((r) => DATA.roles[r].label)], format: ["text", ...rolesShown().map(() => m.format)],
-    rows: DATA.modules.names.map((name, i) => [name, ...rolesShown().map((r) => valueOf("operands", key, operandAt(i, r)))]),
+    rows: DATA.modules.names.map((name, i) => [name, ...rolesShown().map((r) => valueOf(key, operandAt(i, r)))]),
   };
 }
 
-const PARTS = [["scale", "scale"], ["deadzone", "deadzone"], ["grid", "grid"]];
+const PARTS = ["scale", "deadzone", "grid"];
 function seriesOf(index, names, view = currentView()) {
   return names.map((name) => lineOf(view, name, index));
 }
@@ -189,15 +189,15 @@ function componentsFigure(index, prefix) {
   if (index < 0) return "This operand was not measured.";
   const t = theme();
   const steps = stepsOf();
-  const rows = seriesOf(index, PARTS.map(([name]) => prefix + name));
-  const data = PARTS.map(([name, color], i) => line(t, name, steps, rows[i], t[color]));
+  const rows = seriesOf(index, PARTS.map((name) => prefix + name));
+  const data = PARTS.map((name, i) => line(t, name, steps, rows[i], t[name]));
   data.unshift(line(t, "total", steps, total(rows), t.ink, { line: { color: t.ink, width: 2.2 } }));
   if (prefix) data.push(line(t, "on zeroed", steps, seriesOf(index, ["out_zeroed"])[0], t.deadzone, { line: { color: t.deadzone, width: 1.4, dash: "dot" } }));
   if (DATA.against) {
     const view = DATA.against.view;
-    data.push(line(t, "total of B", stepsOfView(view), total(seriesOf(index, PARTS.map(([name]) => prefix + name), view)), t.b, B_LINE(t)));
+    data.push(line(t, "total of B", stepsOfView(view), total(seriesOf(index, PARTS.map((name) => prefix + name), view)), t.b, B_LINE(t)));
   }
-  data.push(reference(t, steps, valueOf("operands", "nmse_reference", index)));
+  data.push(reference(t, steps, valueOf("nmse_reference", index)));
   return stepFigure(t, data, {}, bandShape(t, bandOf(index, "nmse")));
 }
 function stepFigure(t, data, yaxis, shapes) {
@@ -205,10 +205,10 @@ function stepFigure(t, data, yaxis, shapes) {
   return { data, layout: layout(t, { ...UNIFIED, ...LEGEND(t), shapes, margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: stepAxis({ title: "step", zeroline: false }), yaxis: { tickformat: ".2~p", rangemode: "tozero", ...yaxis } }) };
 }
 function componentsTable(index, prefix) {
-  const names = PARTS.map(([name]) => prefix + name);
+  const names = PARTS.map((name) => prefix + name);
   const rows = seriesOf(index, names);
   const sum = total(rows);
-  const head = ["step", "total", ...PARTS.map(([name]) => name)];
+  const head = ["step", "total", ...PARTS];
   if (prefix) { head.push("made on zeroed values"); rows.push(seriesOf(index, ["out_zeroed"])[0]); }
   return { head, format: ["number", ...head.slice(1).map(() => "percent")], rows: stepRows(stepsOf(), (s, i) => [s, sum[i], ...rows.map((r) => r[i])]) };
 }
@@ -221,7 +221,7 @@ function zerosFigure(index) {
     line(t, "rounded to zero", steps, seriesOf(index, ["zero_frac"])[0], t.deadzone),
     line(t, "clipped", steps, seriesOf(index, ["saturated_frac"])[0], t.saturation),
     ...(DATA.against ? [line(t, "zeroed in B", stepsOfView(DATA.against.view), lineOf(DATA.against.view, "zero_frac", index), t.b, B_LINE(t))] : []),
-    reference(t, steps, valueOf("operands", "zeroed_reference", index)),
+    reference(t, steps, valueOf("zeroed_reference", index)),
   ], {}, bandShape(t, bandOf(index, "zero_frac")));
 }
 function zerosTable(index) {
@@ -230,7 +230,7 @@ function zerosTable(index) {
 }
 
 function deltaBins(index) {
-  const shares = rowOf("operands", "delta", index);
+  const shares = rowOf(DATA.operands.columns.delta, index);
   return Array.from(shares, (share, i) => [i / shares.length, (i + 1) / shares.length, share]);
 }
 function deltaFigure(index) {
@@ -256,7 +256,7 @@ function depthFigure(selected) {
   const data = chosen.map(([key, color, symbol]) => {
     const r = DATA.roles.findIndex((role) => role.key === key);
     const at = DATA.modules.names.map((_, i) => operandAt(i, r));
-    const y = at.map((i) => { const v = valueOf("operands", "out_error", i); return v > 0 ? v : null; });
+    const y = at.map((i) => { const v = valueOf("out_error", i); return v > 0 ? v : null; });
     const text = at.map((i, m) => plain(shorten(DATA.modules.names[m], 60)) + "<br>" + (r < 0 ? "" : plain(DATA.roles[r].label)) + " <b>" + percent(y[m] === null ? NaN : y[m]) + "</b>");
     return {
       type: "scatter", mode: "markers", name: (r < 0 ? key : DATA.roles[r].label) + " rounded", x: at.map((_, m) => m), y, text, customdata: at.map((_, m) => m),
@@ -287,7 +287,7 @@ function depthTable() {
   const of = (name, m) => { const i = both.module.indexOf(m); return i < 0 || both[name][i] === null ? NaN : both[name][i]; };
   return {
     head: ["module", "layer", ...roles.map((r) => DATA.roles[r].label), ...extra.map(named)], format: ["text", "text", ...roles.map(() => "percent"), ...extra.map(() => "percent")],
-    rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("operands", "out_error", operandAt(m, r))), ...extra.map((key) => of(key, m))]),
+    rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("out_error", operandAt(m, r))), ...extra.map((key) => of(key, m))]),
   };
 }
 
