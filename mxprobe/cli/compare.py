@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli.terminal import escape, table
 from mxprobe.errors import UsageError
 from mxprobe.printable import printable
 
@@ -91,41 +92,28 @@ def show(comparison: Comparison, *, show_all: bool = False, console: Console | N
     out = console or Console(highlight=False)
     alignment = comparison.alignment
     words = f"{alignment.unit} {alignment.a.words} of both" if alignment.is_aligned else "each over its own"
-    out.print(f"A  {_escape(comparison.a)}\nB  {_escape(comparison.b)}  ({words})\n", soft_wrap=True)
-    out.print(f"[bold]{_escape(comparison.headline)}[/]\n")
-    out.print(_escape(comparison.prediction.text))
+    out.print(f"A  {escape(comparison.a)}\nB  {escape(comparison.b)}  ({words})\n", soft_wrap=True)
+    out.print(f"[bold]{escape(comparison.headline)}[/]\n")
+    out.print(escape(comparison.prediction.text))
     if comparison.config:
         out.print("\n[bold]What was different[/]")
-        out.print(_shown(tables.settings(comparison)))
+        out.print(_drawn(tables.settings(comparison)))
     if comparison.signals:
         out.print("\n[bold]Metrics[/] [dim]mean of the last quarter; trend over all of them[/]")
-        out.print(_shown(tables.metrics(comparison)))
+        out.print(_drawn(tables.metrics(comparison)))
     clear, n_errors = tables.clear_errors(comparison), len(comparison.errors)
     shown = comparison.errors if show_all else clear[:_ERRORS_SHOWN]
     counted = f"{len(clear)} of {n_errors} changed clearly"
     out.print(f"\n[bold]Errors[/] [dim]relative, squared; geometric mean over probed steps; {counted}[/]")
     if shown:
-        out.print(_shown(tables.errors(shown)))
+        out.print(_drawn(tables.errors(shown)))
     if len(shown) < n_errors:
         out.print(f"[dim]{n_errors - len(shown)} more: --all[/]")
 
 
-def _shown(table: tables.Table) -> RichTable:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for position, name in enumerate(table.head):
-        justify = "right" if position in table.numeric else "left"
-        drawn.add_column(_escape(name), justify=justify, overflow="fold")
-    for position, row in enumerate(table.rows):
-        cells = (_escape(cell if len(cell) <= _LONGEST_CELL else f"{cell[: _LONGEST_CELL - 1]}…") for cell in row)
-        drawn.add_row(*cells, style="bold" if position in table.bold else None)
-    return drawn
+def _drawn(shown: tables.Table) -> RichTable:
+    return table(shown.head, [map(_cut, row) for row in shown.rows], right=shown.numeric, bold=shown.bold)
 
 
-def _escape(text: str) -> str:
-    """Neither markup to rich nor commands to the terminal."""
-    from rich.markup import escape
-
-    return escape(printable(text, keep="\n"))
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"

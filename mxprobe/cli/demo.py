@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli.terminal import table
 from mxprobe.demo.runner import PROBE_EVERY, STEPS, WHAT_RUNS, DemoPaths, Scenario, Step, record, replay, require_trl
 from mxprobe.errors import UsageError
 from mxprobe.numbers import interval, number
@@ -87,17 +88,21 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
 
 def _show_foretold(found: tuple[Foretold, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     out = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rollout against trainer", "first run", "predicted", "second run", ""):
-        table.add_column(heading, justify="left" if heading in ("rollout against trainer", "") else "right")
-    for each in found:
-        predicted = interval(each.predicted, each.low, each.high)
-        table.add_row(each.measure, number(each.before), predicted, number(each.after), str(each.moved))
+    rows = [
+        (
+            each.measure,
+            number(each.before),
+            interval(each.predicted, each.low, each.high),
+            number(each.after),
+            str(each.moved),
+        )
+        for each in found
+    ]
     out.print()
-    out.print(table)
+    head = ("rollout against trainer", "first run", "predicted", "second run", "")
+    out.print(table(head, rows, right=(1, 2, 3), is_lined=False))
     out.print("[dim]nats per token. The trainer is in high precision: its gradients hold no error to correct.[/]")
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from mxprobe.cli import engines
+from mxprobe.cli.terminal import escape, table
 from mxprobe.errors import UsageError
-from mxprobe.numbers import fixed, interval, number, percent, whole_percent
+from mxprobe.numbers import NOTHING, fixed, interval, number, percent, whole_percent
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
@@ -107,40 +108,40 @@ def show(
     agreement, coverage = recommendation.agreement, recommendation.coverage
     words, headline = recommendation.plain_words, recommendation.headline
     title = headline if headline.casefold().startswith(words.casefold()) else f"{words.upper()}: {headline}"
-    out.print(f"[bold]{_escape(title)}[/]\n")
+    out.print(f"[bold]{escape(title)}[/]\n")
     stable = "unknown" if agreement.value is None else fixed(agreement.value)
     seen = "unknown" if coverage.flops_frac is None else whole_percent(coverage.flops_frac)
     seen = f"seen {seen}" if not coverage.because else f"0 % covered, because {coverage.because}"
-    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {_escape(seen)}\n")
+    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {escape(seen)}\n")
     for item in recommendation.evidence:
         if explain or item.name.startswith(_KEY_EVIDENCE):
             mark = {True: "yes", False: "no", None: ""}[item.holds]
             gate = f"gate {number(item.threshold)}{': ' if mark else ''}{mark}"
             gate = "" if item.threshold is None else f" [dim]({gate})[/]"
-            out.print(Padding(f"[dim]{item.certainty}:[/] {_escape(item.text)}{gate}", (0, 0, 0, 2)))
+            out.print(Padding(f"[dim]{item.certainty}:[/] {escape(item.text)}{gate}", (0, 0, 0, 2)))
     if recommendation.corrections:
         out.print()
         out.print(_corrections(recommendation))
-    out.print(f"\n[bold]What would change this.[/] {_escape(recommendation.what_would_change)}")
+    out.print(f"\n[bold]What would change this.[/] {escape(recommendation.what_would_change)}")
     snippet = recommendation.snippet
     if snippet is not None:
         if with_snippet or snippet.text.count("\n") <= _SHORT_SNIPPET_LINES:
-            out.print(f"\n[bold]Snippet[/] ({_escape(snippet.framework)}, {_escape(snippet.language)})")
-            out.print(_escape(snippet.text), soft_wrap=True)
+            out.print(f"\n[bold]Snippet[/] ({escape(snippet.framework)}, {escape(snippet.language)})")
+            out.print(escape(snippet.text), soft_wrap=True)
         else:
-            how = f"mxprobe recommend TRACE --framework {_escape(snippet.framework)}"
+            how = f"mxprobe recommend TRACE --framework {escape(snippet.framework)}"
             out.print(f"\nThe code that switches it on: [bold]{how}[/]")
     if explain:
         for curve in recommendation.exclusion:
             _show_exclusion(out, curve)
         if recommendation.updates is not None:
             out.print("\n[bold]Do updates reach the quantized weights?[/]")
-            out.print(Padding(_escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
+            out.print(Padding(escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
         if recommendation.neighbours:
             _show_neighbours(out, recommendation.neighbours)
         out.print("\n[bold]Caveats[/]")
         for caveat in recommendation.caveats:
-            out.print(Padding(f"- {_escape(caveat)}", (0, 0, 0, 2)))
+            out.print(Padding(f"- {escape(caveat)}", (0, 0, 0, 2)))
         out.print("\n[bold]Thresholds[/]")
         out.print(Padding(", ".join(f"{k} = {v}" for k, v in vars(recommendation.thresholds).items()), (0, 0, 0, 2)))
     elif recommendation.caveats:
@@ -172,11 +173,11 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
         gap = "[dim]...[/]\n" if k > before + 1 else ""
         mark = " [bold]<- knee[/]" if k == curve.knee else ""
         text = f"{gap}{k:>4}  {percent(point.flops_frac):>7}  {number(point.predicted_kl):>8} nats  "
-        out.print(Padding(f"{text}{_escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
+        out.print(Padding(f"{text}{escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
         before = k
     if curve.patterns:
-        out.print(f"  exactly these, as {_escape(curve.framework)} spells it:")
-        out.print(_escape(json.dumps(list(curve.patterns))), soft_wrap=True)
+        out.print(f"  exactly these, as {escape(curve.framework)} spells it:")
+        out.print(escape(json.dumps(list(curve.patterns))), soft_wrap=True)
 
 
 def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
@@ -193,11 +194,11 @@ def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
             continue
         spread = f" \\[{number(column.low or 0.0)}, {number(column.high or 0.0)}]" if column.n > 1 else ""
         unit = f" {column.unit}" if column.unit in ("dB", "loss") else ""
-        where = f"; largest: {_escape(column.largest)}" if column.n > 1 else ""
-        about = f"[dim]{_escape(column.definition)} ({_escape(column.source)}){where}[/]"
+        where = f"; largest: {escape(column.largest)}" if column.n > 1 else ""
+        about = f"[dim]{escape(column.definition)} ({escape(column.source)}){where}[/]"
         out.print(Padding(f"{column.name} {number(column.median)}{spread}{unit}  {about}", (0, 0, 0, 2)))
     for why, names in withheld.items():
-        out.print(Padding(f"withheld: {', '.join(names)}: {_escape(why)}", (0, 0, 0, 2)))
+        out.print(Padding(f"withheld: {', '.join(names)}: {escape(why)}", (0, 0, 0, 2)))
 
 
 def _parse(text: str) -> tuple[str, float]:
@@ -209,30 +210,30 @@ def _parse(text: str) -> tuple[str, float]:
 
 
 def _corrections(recommendation: Recommendation) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_CAPTION, caption_justify="left")
-    table.add_column("correction", no_wrap=True)
-    for name in ("gain [95 %]", "held", "recovery", "cost"):
-        table.add_column(_escape(name), justify="right", no_wrap=True)
-    table.add_column("opt", no_wrap=True)
-    table.add_column("")  # the one that wraps where the terminal is narrow: no number may be cut off
-    tiers = {score.correction: score.tier for score in recommendation.corrections}
-    last = [name for name, tier in tiers.items() if tier == 1][-1:]
-    for score in recommendation.corrections:
-        chosen = score.correction in recommendation.chosen
-        cells = (
-            _escape(score.correction) + ("*" if score.is_pareto else ""),
-            _escape(interval(score.gain, score.gain_low, score.gain_high, fixed)),
+    # The last column wraps where the terminal is narrow: no number may be cut off.
+    head = ("correction", "gain [95 %]", "held", "recovery", "cost", "opt", "")
+    scores = recommendation.corrections
+    rows = [
+        (
+            score.correction + ("*" if score.is_pareto else ""),
+            interval(score.gain, score.gain_low, score.gain_high, fixed),
             fixed(score.held_out_gain),
             whole_percent(score.recovery),
             fixed(score.cost_gemm),
-            {True: "yes", False: "no", None: "-"}[score.engine_has_it],
-            _remark(score, is_chosen=chosen),
+            {True: "yes", False: "no", None: NOTHING}[score.engine_has_it],
+            _remark(score, is_chosen=score.correction in recommendation.chosen),
         )
-        table.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)
-    return table
+        for score in scores
+    ]
+    bold = {i for i, score in enumerate(scores) if score.correction in recommendation.chosen}
+    legend = {"caption": _CAPTION, "caption_justify": "left"}
+    drawn = table(head, rows, right=(1, 2, 3, 4), bold=bold, padding=(0, 1, 0, 0), **legend)
+    for i in (0, 5):
+        drawn.columns[i].no_wrap = True
+    last = [i for i, score in enumerate(scores) if score.tier == 1][-1:]
+    for i in last:
+        drawn.rows[i].end_section = True
+    return drawn
 
 
 def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
@@ -244,10 +245,3 @@ def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
     if score.tier == 2:
         words.append("other format")
     return ", ".join(words)
-
-
-def _escape(text: str) -> str:
-    """Neither markup to rich nor commands to the terminal."""
-    from rich.markup import escape
-
-    return escape(printable(text, keep="\n"))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli.terminal import escape, table
 from mxprobe.errors import TraceError
-from mxprobe.numbers import fixed, interval, number, signed
+from mxprobe.numbers import NOTHING, fixed, interval, number, signed
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
@@ -76,39 +77,34 @@ def show(summary: ReplaySummary, *, show_all: bool = False, console: Console | N
         ("weight gradients' squared error", summary.gradient_split, summary.gradient_structure),
     ):
         if split:
-            parts = ", ".join(f"{part} {_estimate(value)}" for part, value in split.items())
+            parts = ", ".join(f"{part} {escape(_estimate(value))}" for part, value in split.items())
             out.print(f"\n[bold]Split of the {name}[/] (sequential, sums to 1): {parts}")
         if structure:
-            parts = ", ".join(f"{control} {_estimate(value)}" for control, value in structure.items())
+            parts = ", ".join(f"{control} {escape(_estimate(value))}" for control, value in structure.items())
             out.print(f"  relative to its controls (1: only the size of the error matters): {parts}")
     if summary.predicted_kl is not None:
         holds = "holds" if summary.is_valid else "does not hold: effects interact, or are not small"
         out.print(f"\nDelta2 predicts a KL of {number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
     _show_gradients(out, summary, None if show_all else _MAX_ROWS)
     for note in summary.notes:
-        out.print(f"[dim]note: {_escape(note)}[/]")
+        out.print(f"[dim]note: {escape(note)}[/]")
 
 
 def _show_arms(out: Console, summary: ReplaySummary) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_escape(_LEGEND), caption_justify="left"
-    )
-    table.add_column("arm", no_wrap=True)
-    for name in ("KL, nats/token", "gain \\[95 %]", "predicted", "entropy", "dW error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for arm in summary.arms:
-        table.add_row(
-            _escape(arm.arm),
+    head = ("arm", "KL, nats/token", "gain [95 %]", "predicted", "entropy", "dW error")
+    rows = [
+        (
+            arm.arm,
             number(arm.kl.value),
             _estimate(arm.gain),
             fixed(arm.predicted_gain),
             signed(arm.entropy_shift),
             number(None if arm.gradient_error is None else arm.gradient_error.value),
         )
-    out.print(table)
+        for arm in summary.arms
+    ]
+    legend = {"caption": escape(_LEGEND), "caption_justify": "left"}
+    out.print(table(head, rows, right=range(1, 6), padding=(0, 1, 0, 0), **legend))
 
 
 def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> None:
@@ -117,23 +113,16 @@ def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> 
         for row in summary.gradients[:limit]:
             values = (row.relative_l2, row.cosine, row.log2_norm_ratio, row.projection_gain)
             numbers = "  ".join(f"{fixed(value, 3):>6}" for value in values)
-            out.print(f"  {numbers}  {_escape(row.module)}", soft_wrap=True)
+            out.print(f"  {numbers}  {escape(row.module)}", soft_wrap=True)
     if summary.operands:
         method = summary.operands[0].method.replace("_", " ")
         out.print(f"\n[bold]Operands by what their error does to all weight gradients[/] (relative L2, by {method})")
         for operand in summary.operands[:limit]:
-            out.print(f"  {fixed(operand.relative_l2, 4)}  {_escape(operand.module)} {operand.role}", soft_wrap=True)
+            out.print(f"  {fixed(operand.relative_l2, 4)}  {escape(operand.module)} {operand.role}", soft_wrap=True)
     left = max((len(rows) - (limit or len(rows)) for rows in (summary.gradients, summary.operands)), default=0)
     if left > 0:
         out.print("[dim]more: --all[/]")
 
 
 def _estimate(value: Estimate | None) -> str:
-    """`0.64 [0.60, 0.68]`, the bracket kept from rich."""
-    return "–" if value is None else _escape(interval(value.value, value.low, value.high, fixed))
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(printable(text))
+    return NOTHING if value is None else interval(value.value, value.low, value.high, fixed)

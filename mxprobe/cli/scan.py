@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mxprobe.cli.terminal import escape, table
 from mxprobe.errors import EXIT_TRACE
 from mxprobe.numbers import fixed, number, percent
 
@@ -83,7 +84,6 @@ def command(
     Exits 3 when a file or a tensor could not be read; the rest is scanned.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
     from mxprobe.scan import ScanSettings
@@ -119,7 +119,6 @@ def command(
 
 def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, status: Console) -> ScanResult:
     from rich.filesize import decimal
-    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from mxprobe.scan import scan
@@ -152,40 +151,30 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
 
 
 def _show(summary: dict[str, Any], out: Console) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     directions = summary["directions"]
+    named = [_DIRECTIONS[direction["role"]] for direction in directions]
     if directions:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all weights")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
-        for label, cell in _LINES.items():
-            table.add_row(label, *(cell(direction) for direction in directions))
-        out.print(table)
-        out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]")
-        out.print()
+        rows = [(label, *map(cell, directions)) for label, cell in _LINES.items()]
+        _print_table(out, ["all weights", *named], rows)
+        out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]\n")
     if any(direction["corrections"] for direction in directions):
-        table = Table(box=None, pad_edge=False)
-        table.add_column("error left by")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
         first = directions[0]["corrections"]
-        for name in sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0):
-            table.add_row(name, *(fixed(direction["corrections"].get(name), 3) for direction in directions))
-        out.print(table)
+        tried = sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0)
+        rows = [(name, *(fixed(each["corrections"].get(name), 3) for each in directions)) for name in tried]
+        _print_table(out, ["error left by", *named], rows)
         out.print()
     if summary["worst"]:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst weights", overflow="fold")
-        table.add_column("role")
-        for heading in ("SQNR dB", "scale", "deadzone", "grid", "zeros"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in summary["worst"]:
-            shares = (fixed(row[name]) for name in ("scale", "deadzone", "grid"))
-            table.add_row(escape(row["module"]), row["role"], fixed(row["sqnr_db"]), *shares, percent(row["zero_frac"]))
-        out.print(table)
+        rows = [
+            (
+                row["module"],
+                row["role"],
+                *(fixed(row[name]) for name in ("sqnr_db", "scale", "deadzone", "grid")),
+                percent(row["zero_frac"]),
+            )
+            for row in summary["worst"]
+        ]
+        head = ["worst weights", "role", "SQNR dB", "scale", "deadzone", "grid", "zeros"]
+        _print_table(out, head, rows, n_left=2)
         out.print()
     if summary["calibration"]:
         _show_calibration(summary["calibration"], summary["modules"].get("probed", 0), out)
@@ -197,48 +186,35 @@ def _show(summary: dict[str, Any], out: Console) -> None:
 
 
 def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     inputs, activations = found["inputs"], found["activations"]
     said = f"{inputs['n_sequences']} of {inputs['n_available']} sequences, {inputs['n_tokens']:,} tokens"
     out.print(f"[bold]calibration[/]: {said}, through {escape(inputs['model'])}")
     if inputs["n_modules"] < n_weights:
         out.print(f"{inputs['n_modules']} of {n_weights} weights belong to Linears; the others stay in high precision")
     if activations:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all inputs of Linears")
-        table.add_column("sampled rows", justify="right")
-        for label, cell in _LINES.items():
-            table.add_row(label, cell(activations))
         errors = activations["output_error"]
         both = " / ".join(percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
-        table.add_row("error of the output, by X / by W", both)
-        out.print(table)
+        rows = [(label, cell(activations)) for label, cell in _LINES.items()]
+        rows.append(("error of the output, by X / by W", both))
+        _print_table(out, ["all inputs of Linears", "sampled rows"], rows)
         out.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst products", overflow="fold")
-        table.add_column("error of the output by X", justify="right")
-        table.add_column("zeros in X", justify="right")
-        for row in found["worst_outputs"]:
-            table.add_row(escape(row["module"]), percent(row["output_error"]), percent(row["zero_frac"]))
-        out.print(table)
+        rows = [(r["module"], percent(r["output_error"]), percent(r["zero_frac"])) for r in found["worst_outputs"]]
+        _print_table(out, ["worst products", "error of the output by X", "zeros in X"], rows)
         out.print()
     if found["kl"] is None:
         out.print(f"{escape(inputs['model'])} has no next-token distribution: no Delta2, no KL")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("what moves the model", overflow="fold")
-    table.add_column("role")
-    table.add_column("predicted KL, nats per token", justify="right")
-    for row in found["most_sensitive"]:
-        table.add_row(escape(row["module"]), row["role"], number(row["predicted_kl"]))
-    out.print(table)
+    rows = [(row["module"], row["role"], number(row["predicted_kl"])) for row in found["most_sensitive"]]
+    _print_table(out, ["what moves the model", "role", "predicted KL, nats per token"], rows, n_left=2)
     arms = ", ".join(f"{_ARMS.get(arm, arm)} {number(kl)}" for arm, kl in found["kl"].items())
     out.print(f"KL of the model against itself as it is: {escape(arms)} nats per token")
     if not found["is_first_order"]:
         out.print("[yellow]the single effects do not add up to it[/]: read their order, not their size")
     out.print()
+
+
+def _print_table(out: Console, head: list[str], rows: list[Any], *, n_left: int = 1) -> None:
+    out.print(table(head, rows, right=range(n_left, len(head)), is_lined=False))
 
 
 _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
