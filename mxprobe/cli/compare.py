@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from mxprobe.cli.terminal import escape, table
-from mxprobe.errors import UsageError
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from mxprobe.comparison import Comparison, tables
-    from mxprobe.trace import Trace
 
 _ERRORS_SHOWN = 12
 _LONGEST_CELL = 60
@@ -60,27 +58,16 @@ def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None
         traces = TokenTrace(traces[0]), TokenTrace(traces[1])
     comparison = compare(*traces, thresholds)
     if output is not None:
-        _write_page(*traces, comparison, output)
+        from mxprobe_reports import write_comparison
+
+        write_comparison(*traces, comparison, output, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
+        click.echo(f"page: {output}", err=True)
     for warning in comparison.alignment.warnings:
         click.echo(f"note: {printable(warning)}", err=True)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
     else:
         show(comparison, show_all=show_all)
-
-
-def _write_page(a: Trace, b: Trace, comparison: Comparison, path: Path) -> None:
-    from mxprobe_reports import write_comparison
-
-    try:
-        write_comparison(a, b, comparison, path, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}",
-            cause="the directory does not exist, or is not writable",
-            remedy="name another file with -o",
-        ) from None
-    click.echo(f"page: {path}", err=True)
 
 
 def show(comparison: Comparison, *, show_all: bool = False, console: Console | None = None) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 
 from mxprobe.cli import engines
-from mxprobe.errors import UsageError
 
 
 @click.command("report")
@@ -49,14 +48,7 @@ def command(trace: Path, output: Path | None, against: Path | None, engine: str,
     if against is not None:
         other = open_trace(against, engine=engine)
         b = (other, recommend(other, thresholds), compare(opened, other, thresholds))
-    try:
-        report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line, b=b)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}",
-            cause="the directory does not exist, or is not writable",
-            remedy="name another file with -o",
-        ) from None
+    report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line, b=b)
     for problem in report.problems:
         click.echo(f"note: {problem}", err=True)
     if as_json:

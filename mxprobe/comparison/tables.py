@@ -20,18 +20,22 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Text, row by row. `numeric` are the columns to align right, `bold` the rows that changed clearly."""
+    """Text, row by row.
+
+    `numeric` are columns to align right, `names` columns of names, `bold` the rows that changed clearly.
+    """
 
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     numeric: tuple[int, ...] = ()
+    names: tuple[int, ...] = ()
     bold: frozenset[int] = frozenset()
 
 
 def settings(comparison: Comparison) -> Table:
     """What was different about the runs themselves."""
     rows = [(each.name, each.a, each.b, each.origin) for each in comparison.config]
-    return Table(("setting", "A", "B", "from"), rows)
+    return Table(("setting", "A", "B", "from"), rows, names=(0, 1, 2))
 
 
 def metrics(comparison: Comparison) -> Table:
@@ -48,7 +52,7 @@ def metrics(comparison: Comparison) -> Table:
         for each in comparison.signals
     ]
     bold = frozenset(i for i, each in enumerate(comparison.signals) if each.change.is_clear)
-    return Table(("metric", "A", "B", "B − A [95 %]", "trend A", "trend B"), rows, (1, 2, 3), bold)
+    return Table(("metric", "A", "B", "B − A [95 %]", "trend A", "trend B"), rows, (1, 2, 3), bold=bold)
 
 
 def errors(changes: Sequence[ErrorChange]) -> Table:
@@ -67,7 +71,8 @@ def errors(changes: Sequence[ErrorChange]) -> Table:
         for each in changes
     ]
     head = ("error", "operand", "modules", "phase", "A", "B", "B / A [95 %]", "steps")
-    return Table(head, rows, (4, 5, 6, 7), frozenset(i for i, each in enumerate(changes) if each.is_clear))
+    bold = frozenset(i for i, each in enumerate(changes) if each.is_clear)
+    return Table(head, rows, (4, 5, 6, 7), names=(2,), bold=bold)
 
 
 def clear_errors(comparison: Comparison) -> list[ErrorChange]:

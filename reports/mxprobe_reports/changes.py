@@ -5,7 +5,6 @@ A change of one run is associated with what happened then, not caused by it: the
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +31,6 @@ class Change:
         if self.at is not None and self.before is not None and self.after is not None and self.p is not None:
             words += f"; step at {self.at}: {show(self.before)} to {show(self.after)}, p {_p(self.p)}"
         return words
-
-    def to_page(self) -> dict[str, Any]:
-        return {"trend": self.trend, "at": self.at, "before": self.before, "after": self.after, "p": self.p}
 
 
 def find(steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> Change | None:

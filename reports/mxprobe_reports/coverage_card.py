@@ -7,7 +7,7 @@ from markupsafe import Markup
 from mxprobe.attribution import Recommendation
 from mxprobe.numbers import percent
 
-from .rendering import code, render
+from .rendering import render
 
 MAX_NOT_SEEN = 40
 NOT_REPLAYED = "no place in replays"
@@ -28,7 +28,7 @@ def section(recommendation: Recommendation, modules: pd.DataFrame) -> Markup:
         has_modules=not modules.empty,
         n_not_replayed=modules.loc[not_replayed, "module"].astype(str).nunique(),
         not_seen=[
-            [code(row["module"]), row["class_name"], percent(row["share"]), row["reason"] or row["status"]]
+            [row["module"], row["class_name"], percent(row["share"]), row["reason"] or row["status"]]
             for row in frame.head(MAX_NOT_SEEN).to_dict("records")
         ],
         n_more=len(frame) - MAX_NOT_SEEN,

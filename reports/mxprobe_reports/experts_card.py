@@ -11,7 +11,7 @@ from mxprobe.attribution.words import ROLE_LABELS
 from mxprobe.numbers import NOTHING, number, percent
 
 from .names import natural_key
-from .rendering import code, render
+from .rendering import render
 
 MAX_STANDOUTS = 40
 _SHOWN = ("x_fwd", "w_fwd", "g_dgrad")
@@ -47,7 +47,7 @@ def _layers(mixture: Mixture) -> list[list[object]]:
         tokens = spread.get(("x_fwd", "rows"))
         if tokens is None:
             continue
-        row: list[object] = [code(module), phase, f"{tokens['n_called']:.0f} of {tokens['n_experts']:.0f}"]
+        row: list[object] = [module, phase, f"{tokens['n_called']:.0f} of {tokens['n_experts']:.0f}"]
         row += [number(tokens["n_measured"]), number(tokens["n_one_token"]), _range(tokens, number)]
         row += [_range(spread.get((role, "output_error")), percent) for role in _SHOWN]
         rows.append(row)
@@ -59,7 +59,7 @@ def _range(quantiles: Mapping[str, float] | None, spell: Callable[[float], str])
 
 
 def _standout(each: Standout, *, has_ranks: bool) -> list[object]:
-    place = [code(each.module), *([each.rank] if has_ranks else []), each.expert]
+    place = [each.module, *([each.rank] if has_ranks else []), each.expert]
     operand = [ROLE_LABELS.get(each.role, each.role), each.phase, _MEASURES[each.measure]]
     return [*place, *operand, percent(each.value), percent(each.median)]
 
@@ -70,4 +70,4 @@ def _router(row: Mapping[str, Any], flips: Mapping[str, Any] | None) -> list[obj
     counted = [row[name] / n if row["by_logits"] else None for name in ("n_predicted", "n_observed")]
     between = None if flips is None or not flips["n_tokens"] else flips["n_flipped"] / flips["n_tokens"]
     shares = [percent(each) for each in (*errors, row["sum_chance"] / n, *counted, between)]
-    return [code(row["module"]), row["phase"], f"{n:.0f}", number(row["sum_margin"] / n), *shares]
+    return [row["module"], row["phase"], f"{n:.0f}", number(row["sum_margin"] / n), *shares]

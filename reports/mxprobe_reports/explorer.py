@@ -11,11 +11,12 @@ from mxprobe.attribution import ratios
 from mxprobe.attribution.gaussian import GaussianReference, gaussian_reference
 from mxprobe.attribution.words import ROLE_LABELS
 from mxprobe.schema import Component, Rule
+from mxprobe.trace.columns import Array
 
 from . import names, packing, whatifs
 from .gaussian_bands import bands
 from .operands import Binned, Operands, Scan, dense
-from .rows import Array, Rows
+from .rows import Rows
 from .sensitivities import Sensitivities
 
 OPERAND_COLUMNS: tuple[str, ...] = (

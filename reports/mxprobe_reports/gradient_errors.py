@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.gradients import MAX_SAMPLING_NOISE, MIN_HALF_COSINE, gradient_ratios
+from mxprobe.plain_data import plain_data
 
 from .rows import Rows
 
@@ -48,7 +49,7 @@ def page_data(found: pd.DataFrame) -> dict[str, Any] | None:
         return None
     return {
         "module": [int(m) for m in found["module"]],
-        **{name: [_finite(v) for v in found[name]] for name in (*COMPONENTS, "noise")},
+        **{name: plain_data(found[name].tolist()) for name in (*COMPONENTS, "noise")},
         "withheld": [bool(v) for v in found["is_withheld"]],
     }
 
@@ -68,7 +69,3 @@ def sentence(found: pd.DataFrame) -> str:
         f"the noise exceeds {MAX_SAMPLING_NOISE:g} ‖dW‖²): nothing is attributed to rounding there."
     )
     return f"With both rounded (squares), {compared}, relative to ‖dW‖².{gate if withheld else ''}"
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

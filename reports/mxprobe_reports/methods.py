@@ -9,7 +9,7 @@ from mxprobe.numbers import number
 from mxprobe.schema import Rule
 
 from .operands import Operands
-from .rendering import code, render
+from .rendering import render
 
 _OVERSHOOTING = {rule.value for rule in Rule if not rule.covers_amax}
 """Scale rules under which the deadzone is not orthogonal to the rest."""
@@ -23,7 +23,7 @@ def section(operands: Operands, thresholds: Thresholds) -> Markup:
         "methods.html",
         overshooting=sorted(set(operands.totals["rule"]) & _OVERSHOOTING),
         raw=_raw(operands) if len(operands.totals) else [],
-        thresholds=[[code(name), v if isinstance(v, str) else number(float(v))] for name, v in values],
+        thresholds=[[name, v if isinstance(v, str) else number(float(v))] for name, v in values],
     )
 
 

@@ -11,9 +11,10 @@ import pandas as pd
 
 from mxprobe.attribution import ratios
 from mxprobe.schema import DELTA_BINS, Phase, Role
+from mxprobe.trace.columns import Array, Indices, codes, names_of, numbers
 
 from . import names, packing
-from .rows import Array, Indices, Rows, add_by, all_finite, codes, names_of, numbers
+from .rows import Rows, add_by, all_finite
 
 SUMS: tuple[str, ...] = ratios.ADDITIVE
 IDENTITY_TOLERANCE = 1e-5

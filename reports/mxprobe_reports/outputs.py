@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.schema import Phase
+from mxprobe.trace.columns import Array, Indices, codes, names_of, numbers
 
 from . import packing
-from .rows import Array, Indices, Rows, add_by, codes, names_of, numbers
+from .rows import Rows, add_by, ratio
 
 LABELS = {Phase.TRAIN.value: "training", Phase.ROLLOUT.value: "rollout", Phase.EVAL.value: "evaluation"}
 _PHASES = tuple(LABELS)
@@ -107,8 +108,8 @@ class _Sums:
         return PhaseOutputs(
             phase=name,
             module=module.astype(np.int64),
-            realised=_over(realised2, ref2),
-            predicted=_over(predicted2, ref2),
+            realised=ratio(realised2, ref2),
+            predicted=ratio(predicted2, ref2),
             recipe_x=texts[0],
             recipe_w=texts[1],
             steps=self.steps[starts],
@@ -119,12 +120,8 @@ class _Sums:
     def mismatch(self) -> pd.Series:
         shape = (len(_PHASES), len(self.modules), len(self.steps))
         ref2, realised2, _ = (sums.reshape(shape) for sums in self.sums)
-        realised = _over(realised2, ref2)
+        realised = ratio(realised2, ref2)
         gap = np.abs(realised[_PHASES.index(Phase.ROLLOUT)] - realised[_PHASES.index(Phase.TRAIN)])
         measured = np.isfinite(gap).any(axis=0)
         median = np.nanmedian(gap[:, measured], axis=0) if measured.any() else np.empty(0)
         return pd.Series(median, index=self.steps[measured], dtype=float)
-
-
-def _over(above: Array, below: Array) -> Array:
-    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from mxprobe.attribution import Thresholds
 from mxprobe.numbers import percent
+from mxprobe.plain_data import plain_data
 
 from . import packing
 from .outputs import LABELS, Outputs
@@ -22,8 +23,8 @@ def page_data(outputs: Outputs) -> list[dict[str, Any]]:
             "phase": each.phase,
             "label": LABELS[each.phase],
             "module": [int(i) for i in each.module],
-            "realised": [_finite(v) for v in each.realised],
-            "predicted": [_finite(v) for v in each.predicted],
+            "realised": plain_data(each.realised.tolist()),
+            "predicted": plain_data(each.predicted.tolist()),
             "recipe_x": each.recipe_x,
             "recipe_w": each.recipe_w,
             "exact": each.exact,
@@ -57,7 +58,3 @@ def _sentence(phase: dict[str, Any], thresholds: Thresholds) -> str:
         f"{percent(statistics.median(realised))}; {far} have another size than predicted; the recipe reproduces "
         f"{sum(phase['exact'])} of {n} exactly. Most common recipe: {common.index[0]} ({common.iloc[0]} of {n})."
     )
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -167,14 +167,6 @@ def _updates(recommendation: Recommendation) -> Markup:
     return Markup() if seen is None else render("updates.html", text=update_words(seen))
 
 
-def build_report(
-    trace: Trace, recommendation: Recommendation, *, b: tuple[Trace, Recommendation, Comparison] | None = None
-) -> Report:
-    """The report of a trace, B laid over it where there is one."""
-    other = None if b is None else (Inputs.from_trace(b[0], b[1]), b[2])
-    return Report.of(Inputs.from_trace(trace, recommendation), b=other)
-
-
 def write_report(
     trace: Trace,
     recommendation: Recommendation,
@@ -183,7 +175,12 @@ def write_report(
     command_line: str = "",
     b: tuple[Trace, Recommendation, Comparison] | None = None,
 ) -> Report:
-    """Write the page to `path`, whole or not at all. OSError when the place cannot be written."""
-    report = build_report(trace, recommendation, b=b)
+    """Write the page of a trace to `path`, whole or not at all; B is laid over it where there is one.
+
+    Raises:
+        UsageError: the place cannot be written.
+    """
+    other = None if b is None else (Inputs.from_trace(b[0], b[1]), b[2])
+    report = Report.of(Inputs.from_trace(trace, recommendation), b=other)
     shell.write(path, report.render(command_line=command_line))
     return report

@@ -11,11 +11,7 @@ import pyarrow as pa
 from mxprobe.trace import Trace
 from mxprobe.trace.arrow import conform
 from mxprobe.trace.chunks import chunks
-from mxprobe.trace.columns import Array as Array
-from mxprobe.trace.columns import Indices as Indices
-from mxprobe.trace.columns import codes as codes
-from mxprobe.trace.columns import names_of as names_of
-from mxprobe.trace.columns import numbers as numbers
+from mxprobe.trace.columns import Array, Indices
 
 
 class Rows:
@@ -64,3 +60,8 @@ def add_by(totals: npt.NDArray[Any], keys: Indices, values: npt.NDArray[Any]) ->
     ordered = keys[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
     totals[:, ordered[starts]] += np.add.reduceat(values[:, order], starts, axis=1)
+
+
+def ratio(above: Array, below: Array) -> Array:
+    """Return above / below, NaN where the second is not positive."""
+    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)

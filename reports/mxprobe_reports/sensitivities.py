@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from mxprobe.trace.columns import Array
 
 from .operands import Operands
-from .rows import Array
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,8 @@ class Sensitivities:
 
     predicted_kl: Array
     """Nats per token, to first order, this operand's error alone."""
-    rank: Array
-    """1 for the largest."""
     rank_low: Array
+    """Ends of the interval of its rank, 1 for the largest."""
     rank_high: Array
     n_microbatches: int
     holds: bool | None
@@ -54,7 +53,7 @@ class Sensitivities:
         return f"{what} {_HOLDS[self.holds]}"
 
 
-_COLUMNS = ("predicted_kl", "rank", "rank_low", "rank_high")
+_COLUMNS = ("predicted_kl", "rank_low", "rank_high")
 _HOLDS = {
     True: "Replays confirm that first order holds.",
     False: "Replays do not confirm that first order holds, so read the order of operands, not the size.",

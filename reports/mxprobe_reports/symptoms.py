@@ -55,11 +55,11 @@ def _mean_of_part(values: npt.NDArray[np.float64]) -> float:
     return float(part.mean()) if len(part) else float("nan")
 
 
-HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
-    # id, canonical metrics in order of preference, title, axis from zero
-    ("reward", ("reward_mean",), "Reward", True),
-    ("entropy", ("entropy",), "Entropy", True),
-    ("grad-norm", ("grad_norm",), "Gradient norm", True),
+HEADLINE: tuple[tuple[str, str, str], ...] = (
+    # id, canonical metric, title
+    ("reward", "reward_mean", "Reward"),
+    ("entropy", "entropy", "Entropy"),
+    ("grad-norm", "grad_norm", "Gradient norm"),
 )
 
 
@@ -95,19 +95,16 @@ def headline_signals(inputs: Inputs, by_step: pd.Series) -> list[Signal]:
 
 def _token_mismatch(by_step: pd.Series) -> Signal:
     """Mean |log p rollout - log p trainer| of the sampled tokens per step, nats."""
-    return _signal("mismatch", "Mismatch of log p", "nats a token", by_step, True, "")
+    return _signal("mismatch", "Mismatch of log p", "nats a token", by_step)
 
 
-def _metric(signals: pd.DataFrame, id: str, metrics: Sequence[str], title: str, from_zero: bool) -> Signal:
-    names = signals["metric"].astype(str)
-    for metric in metrics:
-        rows = signals[(names == metric).to_numpy()]
-        if len(rows):
-            rows = _one_series(rows)
-            by_step = rows.groupby("step")["value"].mean().sort_index()
-            detail = f"logged as {rows['raw_key'].astype(str).iloc[-1]}"
-            return _signal(id, title, detail, by_step, from_zero, "")
-    return _signal(id, title, "", pd.Series(dtype=float), from_zero, "Not logged in this trace.")
+def _metric(signals: pd.DataFrame, id: str, metric: str, title: str) -> Signal:
+    rows = signals[(signals["metric"].astype(str) == metric).to_numpy()]
+    if rows.empty:
+        return _signal(id, title, "", pd.Series(dtype=float), "Not logged in this trace.")
+    rows = _one_series(rows)
+    by_step = rows.groupby("step")["value"].mean().sort_index()
+    return _signal(id, title, f"logged as {rows['raw_key'].astype(str).iloc[-1]}", by_step)
 
 
 def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
@@ -123,11 +120,11 @@ def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
 def mismatch(by_step: pd.Series) -> Signal:
     """Median over modules of |realised error in rollout - in training| per step; relative squared error."""
     why = "Training and rollout were not both seen in this trace."
-    return _signal("mismatch", "Mismatch", "|rollout − training|", by_step, True, why, is_share=True)
+    return _signal("mismatch", "Mismatch", "|rollout − training|", by_step, why, is_share=True)
 
 
 def _signal(
-    id: str, title: str, detail: str, by_step: Any, from_zero: bool, missing: str, *, is_share: bool = False
+    id: str, title: str, detail: str, by_step: pd.Series, missing: str = "", *, is_share: bool = False
 ) -> Signal:
     n_steps = len(by_step)
     steps, values = resampled(by_step)
@@ -136,7 +133,7 @@ def _signal(
     if n_steps and not np.isfinite(values).any():
         missing = "Every logged value is NaN or infinite."
         steps, values = steps[:0], values[:0]
-    return Signal(id, title, detail, steps, values, from_zero, missing, is_share, changes.find(steps, values))
+    return Signal(id, title, detail, steps, values, True, missing, is_share, changes.find(steps, values))
 
 
 def resampled(by_step: pd.Series) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -169,7 +166,7 @@ def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[
                 "title": signal.title,
                 "from_zero": signal.from_zero,
                 "is_share": signal.is_share,
-                "change": None if signal.change is None else signal.change.to_page(),
+                "change": None if signal.change is None else {"at": signal.change.at, "p": signal.change.p},
                 "against": against.get(signal.id),
                 "steps": packing.pack(signal.steps),
                 "values": packing.pack(signal.values),

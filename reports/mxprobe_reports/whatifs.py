@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from mxprobe.trace.columns import Array, Indices, codes, names_of, numbers
+
 from . import names
 from .operands import Operands, Scan
-from .rows import Array, Indices, Rows, add_by, all_finite, codes, names_of, numbers
+from .rows import Rows, add_by, all_finite, ratio
 
 LEFT: tuple[str, ...] = ("output", "error", "on_deadzone", "zeroed")
 _AFTER = ("n", "n_zeroed", "sum_e2", "sum_e2_on_d", "out_e2", "out_ref2")
@@ -49,10 +51,10 @@ def collect(whatif: Rows, tensors: Rows, seen: Scan, operands: Operands) -> tupl
         add_by(after[len(_AFTER) :], key, together[1])
     n, n_zeroed, e2, e2_on_d, out2, ref2, *before = after.reshape(-1, n_operands, len(corrections))
     base_e2, base_on_d, base_out2, base_ref2 = before
-    left["output"] = _over(out2 * base_ref2, base_out2 * ref2)
-    left["error"] = _over(e2, base_e2)
-    left["on_deadzone"] = _over(e2_on_d, base_on_d)
-    left["zeroed"] = _over(n_zeroed, n)
+    left["output"] = ratio(out2 * base_ref2, base_out2 * ref2)
+    left["error"] = ratio(e2, base_e2)
+    left["on_deadzone"] = ratio(e2_on_d, base_on_d)
+    left["zeroed"] = ratio(n_zeroed, n)
     return corrections, left
 
 
@@ -98,7 +100,3 @@ def _base_per_step(tensors: Rows, keys: _Keys, n_operands: int) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = sums[:-1] / np.where(sums[-1] > 0, sums[-1], np.nan)
     return np.ascontiguousarray(mean.reshape(len(_BASE), n_steps, n_operands).transpose(1, 2, 0))
-
-
-def _over(above: Array, below: Array) -> Array:
-    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
