@@ -49,18 +49,22 @@ function ratioOver(name, indices) {
   const [above, below, weight] = DATA.ratios[name];
   const view = currentView();
   const steps = stepsOfView(view);
-  const sums = [0, 0];
+  let over = 0;
+  let under = 0;
   for (const index of indices) {
     const weights = lineOf(view, weight, index);
     const [tops, bottoms] = [above, below].map((names) => names.map((line) => lineOf(view, line, index)));
     for (let s = 0; s < steps.length; s++) {
-      if (!isStepShown(steps[s]) || !(weights[s] > 0) || ![...tops, ...bottoms].every((line) => Number.isFinite(line[s]))) continue;
-      const added = (lines) => weights[s] * lines.reduce((sum, line) => sum + line[s], 0);
-      sums[0] += added(tops);
-      sums[1] += bottoms.length ? added(bottoms) : weights[s];
+      if (!isStepShown(steps[s]) || !(weights[s] > 0)) continue;
+      let [top, bottom] = [0, below.length ? 0 : 1];
+      for (const line of tops) top += line[s];
+      for (const line of bottoms) bottom += line[s];
+      if (!Number.isFinite(top) || !Number.isFinite(bottom)) continue;
+      over += top * weights[s];
+      under += bottom * weights[s];
     }
   }
-  return sums[1] > 0 ? sums[0] / sums[1] : NaN;
+  return under > 0 ? over / under : NaN;
 }
 function valueOf(name, index) {
   if (index < 0) return NaN;
