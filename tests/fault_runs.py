@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent import boot, session
-from mxprobe.agent.device_steps import DeviceSteps
+from mxprobe.agent import boot
+from mxprobe.agent.parts.device_steps import DeviceSteps
+from mxprobe.agent.parts.warm_up import WarmUp
 from tests import moe_models, standin_modules, standin_sinks
 from tests.standin_engine import Backend, EngineModel, Mxfp4MoEMethod
 from tests.unit import test_batch, test_engines
@@ -167,14 +168,8 @@ def with_a_sink(patch: pytest.MonkeyPatch) -> None:
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Steps timed by events, and measured zeros first."""
-    installed = session.Session._install
-
-    def install(self: Any, roots: Any) -> None:
-        installed(self, roots)
-        self._device_steps = DeviceSteps(_Event)
-        self._warm_up.begin(self.worker, torch.device("cpu"), torch.float32, self._config)
-
-    patch.setattr(session.Session, "_install", install)
+    patch.setattr(DeviceSteps, "watch", lambda self, roots: setattr(self, "_new_event", _Event))
+    patch.setattr(WarmUp, "watch", lambda self, roots: self.compile_for(torch.device("cpu"), torch.float32))
 
 
 def without_torch(patch: pytest.MonkeyPatch) -> None:
@@ -209,12 +204,17 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def is_shipped(code: CodeType) -> bool:
+    """Whether the function runs inside the user's process."""
+    return any(f"/mxprobe/{package}/" in code.co_filename for package in ("agent", "measuring"))
+
+
 def codes_entered(run: Callable[[], Any]) -> set[CodeType]:
     """Of our functions, while `run` runs, in this thread and in those that it starts."""
     entered: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and "/mxprobe/agent/" in frame.f_code.co_filename:
+        if event == "call" and is_shipped(frame.f_code):
             entered.add(frame.f_code)
 
     threading.setprofile(note)

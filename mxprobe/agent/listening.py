@@ -11,10 +11,10 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
-from mxprobe.agent.interruptions import is_of_a_signal_handler
 from mxprobe.agent.recorder import Recorder
-from mxprobe.agent.signals import SignalTaps
+from mxprobe.agent.taps.signal_taps import SignalTaps
 from mxprobe.agent.transport import Transport
+from mxprobe.measuring.interruptions import is_of_a_signal_handler
 
 FLUSH_EVERY_S = 0.5
 
@@ -68,13 +68,14 @@ class Listening:
     def settle_without_step(self) -> None:
         """Nothing is waited for here."""
 
-    def ask_set(self, frame: dict[str, Any]) -> None:
-        """No model runs here whose recipe could change."""
-        refusal = {"ok": False, "reason": "no_steps", "detail": "it has no torch, so it trains nothing"}
-        self._transport.control({"verb": "set", "id": frame.get("id", 0), **refusal})
-
-    def trigger(self, reason: str) -> None:
-        self._on_event("flight", f"asked: {reason}; nothing is recorded here but signals")
+    def ask(self, frame: dict[str, Any]) -> None:
+        """Refuse a command of the user's: no model runs here."""
+        if frame["verb"] == "set":
+            refusal = {"ok": False, "reason": "no_steps", "detail": "it has no torch, so it trains nothing"}
+            self._transport.control({"verb": "set", "id": frame.get("id", 0), **refusal})
+        else:
+            reason = frame.get("reason", "")
+            self._on_event("flight", f"asked: {reason}; nothing is recorded here but signals")
 
     def ask_detach(self, reason: str) -> None:
         self.abandon(reason)

@@ -17,6 +17,8 @@ WHOLE = {"placement": "", "n_edge_blocks": 0}
 
 class Recorder:
     def __init__(self, transport: Transport) -> None:
+        self.step_base = 0
+        """Optimizer steps that the run had taken before attach; written by a job that comes first."""
         self._transport = transport
         self._rows: dict[str, list[dict[str, Any]]] = {}
 

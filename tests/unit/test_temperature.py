@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 
-from mxprobe.agent.mismatch import Pairs, rollout_rows
 from mxprobe.attribution.temperature import (
     NO_DRAWS,
     NO_ENTROPIES,
@@ -18,6 +17,7 @@ from mxprobe.attribution.temperature import (
     effective_temperature,
     effective_temperatures,
 )
+from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows
 
 VOCABULARY, N = 50, 4000
 
