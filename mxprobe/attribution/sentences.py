@@ -17,7 +17,7 @@ from .thresholds import Thresholds
 
 
 def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> str:
-    """The verdict in one or two sentences that name the place and the correction."""
+    """Return the verdict in one or two sentences that name the place and the correction."""
     where, component = words.place(decision.where), words.COMPONENT_WORDS[decision.component]
     match decision.reason:
         case Reason.NO_ROWS:
@@ -86,7 +86,7 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
 
 
 def what_would_change(decision: Decision, measured: Measured, thresholds: Thresholds) -> str:
-    """What to measure or see for another verdict."""
+    """Say what to measure or see for another verdict."""
     seen = decision.mismatch
     match decision.reason:
         case Reason.NO_ROWS | Reason.FEW_STEPS:
@@ -165,7 +165,7 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
 
 
 def _no_symptom(decision: Decision, thresholds: Thresholds) -> str:
-    """What the layers' mismatch must be to make no symptom."""
+    """Say what the layers' mismatch must be to make no symptom."""
     seen, gate = decision.mismatch, decision.mismatch.gate(thresholds)
     share = decision.situation.share if decision.situation is not None else None
     allowed = thresholds.far_share if share is None else min(share, thresholds.far_share)
@@ -180,14 +180,14 @@ def _no_symptom(decision: Decision, thresholds: Thresholds) -> str:
 
 
 def _cost(measured: Measured) -> str:
-    """What rounding costs a run whose two sides round alike."""
+    """Say what rounding costs a run whose two sides round alike."""
     weights = np.ones(measured.n_clusters)
     errors = [float(np.nanmedian(sums.realised(weights))) for sums in measured.outputs.values()]
     return f" Both carry rounding: a median error of {number(max(errors))} of a layer's output energy (measured)."
 
 
 def _would(decision: Decision) -> str:
-    """What MXFP4 would do to a high-precision run."""
+    """Say what MXFP4 would do to a high-precision run."""
     if not decision.where:
         return ""
     largest = max(group.output_error for group in decision.where)

@@ -37,7 +37,7 @@ COMPONENT_WORDS: dict[Component, str] = {
 
 
 def correction_words(correction: str) -> str:
-    """`of:0.5` -> `outlier fallback (alpha 0.5)`."""
+    """Return the words for a correction: `of:0.5` -> `outlier fallback (alpha 0.5)`."""
     parsed = Correction.parse(correction)
     parameter = parsed.parameter
     share = parameter if isinstance(parameter, (int, float)) else 0.0
@@ -60,7 +60,7 @@ def correction_words(correction: str) -> str:
 
 
 def listed(items: Iterable[str], *, last: str = "and", limit: int = 12) -> str:
-    """`a, b and c`; beyond the limit, `a, b and 7 more`."""
+    """Return `a, b and c`; beyond the limit, `a, b and 7 more`."""
     names = list(items)
     if len(names) > limit:
         names = [*names[: limit - 1], f"{len(names) - limit + 1} more"]
@@ -68,7 +68,7 @@ def listed(items: Iterable[str], *, last: str = "and", limit: int = 12) -> str:
 
 
 def place(where: Sequence[OperandGroup]) -> str:
-    """`the inputs of q_proj and k_proj, and the inputs and weights of o_proj`."""
+    """Return `the inputs of q_proj and k_proj, and the inputs and weights of o_proj`."""
     roles_of: dict[str, list[str]] = {}
     for group in where:
         roles_of.setdefault(group.module_kind, []).append(ROLE_WORDS[group.role])
@@ -79,12 +79,12 @@ def place(where: Sequence[OperandGroup]) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital first letter; the rest stays as it is spelled."""
+    """Return the text with a capital first letter; the rest stays as it is spelled."""
     return text[:1].upper() + text[1:]
 
 
 def update_words(seen: UpdateVisibility) -> str:
-    """What `UpdateVisibility` says, in two sentences."""
+    """Say in two sentences."""
     back = f"; {whole_percent(seen.return_frac)} of these go back to the value before" if seen.return_frac >= 0 else ""
     return (
         f"An update changes the weights by {number(seen.relative_update)} of their norm and the MXFP4 value of "

@@ -24,7 +24,7 @@ class Steps:
         return frame[frame["step"].between(self.first, self.last)]
 
     def of(self, by_step: pd.Series) -> pd.Series:
-        """The part of a series indexed by step that lies in the range."""
+        """Return the part of a series indexed by step that lies in the range."""
         return by_step[(by_step.index >= self.first) & (by_step.index <= self.last)]
 
     @property
@@ -65,7 +65,7 @@ class Alignment:
 
 
 def align(a: Trace, b: Trace) -> Alignment:
-    """Modules of one name and shape, phases and steps that both traces hold.
+    """Return the modules of one name and shape, the phases and the steps that both traces hold.
 
     Raises:
         UsageError: nothing was probed in one of them, no module or no phase in common, or every common module has

@@ -33,13 +33,13 @@ class Table:
 
 
 def settings(comparison: Comparison) -> Table:
-    """What was different about the runs themselves."""
+    """Return what was different about the runs themselves."""
     rows = [(each.name, each.a, each.b, each.origin) for each in comparison.config]
     return Table(("setting", "A", "B", "from"), rows, names=(0, 1, 2))
 
 
 def metrics(comparison: Comparison) -> Table:
-    """Means of the last quarter, and the trends over all steps."""
+    """Return means of the last quarter, and the trends over all steps."""
     rows = [
         (
             each.metric,
@@ -56,7 +56,7 @@ def metrics(comparison: Comparison) -> Table:
 
 
 def errors(changes: Sequence[ErrorChange]) -> Table:
-    """Geometric means over probed steps, and their ratio."""
+    """Return geometric means over probed steps, and their ratio."""
     rows = [
         (
             MEASURES[each.measure],

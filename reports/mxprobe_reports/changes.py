@@ -34,7 +34,7 @@ class Change:
 
 
 def find(steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> Change | None:
-    """Mann-Kendall and a step test, both aware of autocorrelation. None with fewer than 8 finite values."""
+    """Test for a trend and a step, both aware of autocorrelation. None with fewer than 8 finite values."""
     finite = np.isfinite(values)
     trend = mann_kendall(values)
     if trend is None:

@@ -52,7 +52,7 @@ def section(
 
 
 def scale_and_gradient(operands: Operands) -> Claim:
-    """Scale bias -> gradient: shares of the local dW error, and the gain that compounds with depth."""
+    """Judge "scale bias -> gradient" by shares of the local dW error and the gain that compounds with depth."""
     split = _split(operands, _WGRAD)
     if split is None:
         return Claim(_UNKNOWN, "measured", ["No wgrad operand was measured."])
@@ -72,7 +72,7 @@ def scale_and_gradient(operands: Operands) -> Claim:
 
 
 def compounding(operands: Operands) -> tuple[float, float, int] | None:
-    """(sum over depth of log2(beta_G beta_W), the same of mean log2(s/s*), layers); None without dgrad operands.
+    """Return (sum over depth of log2(beta_G beta_W), the same of mean log2(s/s*), layers); None without dgrad operands.
 
     Per layer the mean over its modules: a path through a layer passes through some of them, and which is not known.
     """
@@ -94,7 +94,7 @@ def compounding(operands: Operands) -> tuple[float, float, int] | None:
 
 
 def deadzone_and_rollout(operands: Operands, recommendation: Recommendation) -> Claim:
-    """Deadzone -> rollout: the forward error made on zeroed values, beside the mismatch."""
+    """Judge "deadzone -> rollout" by the forward error made on zeroed values, beside the mismatch."""
     zeroed, seen = recommendation.shares.get("zeroed", math.nan), _evidence(recommendation, "mismatch")
     if not math.isfinite(zeroed) or recommendation.verdict is Verdict.NOTHING_QUANTIZED:
         forward = _split(operands, _FORWARD)
@@ -115,7 +115,7 @@ def deadzone_and_rollout(operands: Operands, recommendation: Recommendation) -> 
 
 
 def grid_and_entropy(operands: Operands, signals: Sequence[Signal]) -> Claim:
-    """Grid noise -> entropy: never decided by one run; healthy runs lose half of their entropy."""
+    """Show what there is of "grid noise -> entropy": one run never decides, healthy runs lose half of their entropy."""
     said: list[str] = []
     forward = _split(operands, _FORWARD)
     if forward is not None:
@@ -128,7 +128,7 @@ def grid_and_entropy(operands: Operands, signals: Sequence[Signal]) -> Claim:
 
 
 def _split(operands: Operands, roles: Sequence[str]) -> dict[str, float] | None:
-    """Remainder split of the output error over operands of these roles, each counted by its relative error."""
+    """Return the remainder split of the output error over operands of these roles, each weighed by its error."""
     positions = [operands.roles.index(role) for role in roles if role in operands.roles]
     found = ratios.output_ratios(operands.totals)[operands.totals["role"].isin(positions).to_numpy()]
     error = found["out_error"].to_numpy(dtype=float)

@@ -49,7 +49,7 @@ class ComparisonPage:
 
     @classmethod
     def of(cls, a: Trace, b: Trace, comparison: Comparison) -> "ComparisonPage":
-        """The curves behind a comparison of these two traces.
+        """Read the curves behind a comparison of these two traces.
 
         Raises:
             TraceError: a table cannot be read.
@@ -96,7 +96,7 @@ class ComparisonPage:
         return shell.page(title, [self.comparison.alignment.words], [body], self.page_data())
 
     def page_data(self) -> dict[str, Any]:
-        """What page.js reads: the curves, and that there are no operands to explore."""
+        """Return what page.js reads: the curves, and that there are no operands to explore."""
         overlays = (*self.signals, *self.errors)
         return {
             "signals": symptoms.page_data([each.a for each in overlays], [each.b for each in overlays]),
@@ -118,7 +118,7 @@ def _name(directory: Path, *, with_parent: bool) -> str:
 
 
 def _to_draw(comparison: Comparison) -> list[ErrorChange]:
-    """The clear ones by size of the change; where there are none, what the layers realised. All have values."""
+    """Return the clear ones by size of the change; where there are none, what the layers realised. All have values."""
     changes = [each for each in comparison.errors if math.isfinite(each.a) and math.isfinite(each.b)]
     clear = [each for each in tables.clear_errors(comparison) if each in changes]
     return (clear or [each for each in changes if each.measure == "realised_error"] or changes)[:ERRORS_DRAWN]

@@ -58,7 +58,7 @@ def section(recommendation: Recommendation) -> Markup:
 
 
 def _row(score: CorrectionScore, low: float, *, is_chosen: bool) -> dict[str, Any]:
-    """What the template shows of a score. Places are in percent of an axis from `low` to 1, cut at its ends."""
+    """Return what the template shows of a score. Places are in percent of an axis from `low` to 1, cut at its ends."""
 
     def at(gain: float) -> str:
         return f"{2 + 96 * (min(max(gain, low), 1.0) - low) / (1.0 - low):.2f}%"

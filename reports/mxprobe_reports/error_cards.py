@@ -60,12 +60,12 @@ def section(
 
 
 def _format(column: str) -> str:
-    """The spelling of a column, by its name in Python and in the page script."""
+    """Return the spelling of a column, by its name in Python and in the page script."""
     return "number" if column == "predicted_kl" else "percent"
 
 
 def _basis(operands: Operands, verdict: Verdict, sensitivities: Sensitivities | None) -> tuple[tuple[str, str], str]:
-    """How the first heatmap came about, and the sentence below it."""
+    """Say how the first heatmap came about, with the sentence below it."""
     if sensitivities is not None and hurts(sensitivities) == "predicted_kl":
         return ("predicted", "KL of each operand alone"), sensitivities.sentence()
     if verdict is Verdict.NOTHING_QUANTIZED:
@@ -77,7 +77,7 @@ def _basis(operands: Operands, verdict: Verdict, sensitivities: Sensitivities | 
 
 
 def _worst(operands: Operands, frame: pd.DataFrame, columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The operands with the largest first column, as the page script orders them too."""
+    """Return the operands with the largest first column, as the page script orders them too."""
     largest = np.argsort(-np.nan_to_num(frame[columns[0]].to_numpy(dtype=float), nan=-1.0))[:N_WORST]
     rows: list[dict[str, Any]] = []
     for i in largest:
@@ -89,7 +89,7 @@ def _worst(operands: Operands, frame: pd.DataFrame, columns: tuple[str, ...]) ->
 
 
 def _split(operands: Operands) -> list[dict[str, Any]]:
-    """The remainder split of the output error, added over the modules of each role."""
+    """Return the remainder split of the output error, added over the modules of each role."""
     sums = operands.totals.groupby("role")[list(ratios.ADDITIVE)].sum(min_count=1)
     split = ratios.output_ratios(sums)
     return [
@@ -103,13 +103,13 @@ def _split(operands: Operands) -> list[dict[str, Any]]:
 
 
 def _gaussian(rule: str) -> dict[str, Any]:
-    """The split of Gaussian data under a rule; empty for an unknown one."""
+    """Return the split of Gaussian data under a rule; empty for an unknown one."""
     band = bands(rule)
     return {"rule": rule, "band": band["nmse"], **_bar({name: sum(band[name]) / 2 for name in PARTS})} if band else {}
 
 
 def _bar(shares: dict[str, float]) -> dict[str, Any]:
-    """Widths in percent of the positive shares, and all of them in words; no words where one is not measured."""
+    """Return widths in percent of the positive shares, and all of them in words; no words where one is not measured."""
     if not all(np.isfinite(share) for share in shares.values()):
         return {"shares": [], "words": ""}
     words = ", ".join(f"{name} {percent(share)}" for name, share in shares.items())

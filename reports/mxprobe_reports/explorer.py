@@ -135,22 +135,22 @@ _B_OVER_A: dict[str, Any] = {
 
 
 def measures(sensitivities: Sensitivities | None = None, *, has_b: bool) -> list[dict[str, Any]]:
-    """What the heatmaps can show."""
+    """Return what the heatmaps can show."""
     return [*([PREDICTED_KL] if sensitivities else []), *MEASURES, *([_B_OVER_A] if has_b else [])]
 
 
 def hurts(sensitivities: Sensitivities | None) -> str:
-    """What the first heatmap shows: predicted KL, unless replays say that its first order does not hold."""
+    """Return what the first heatmap shows: predicted KL, unless replays say that its first order does not hold."""
     return "predicted_kl" if sensitivities is not None and sensitivities.holds is not False else "out_error"
 
 
 def default_measure(component: Component) -> str:
-    """What the second heatmap shows first: the evidence for the named component."""
+    """Return what the second heatmap shows first: the evidence for the named component."""
     return _BY_COMPONENT.get(component, "out_zeroed")
 
 
 def columns(operands: Operands, sensitivities: Sensitivities | None = None) -> pd.DataFrame:
-    """One row per operand, columns `OPERAND_COLUMNS`; errors are relative energies, shares fractions."""
+    """Return one row per operand, columns `OPERAND_COLUMNS`; errors are relative energies, shares fractions."""
     totals = operands.totals
     frame = pd.concat([ratios.tensor_ratios(totals), ratios.output_ratios(totals)], axis=1)
     references = [_reference(*operand) for operand in zip(frame["log2_rms"], totals["rule"], strict=True)]
@@ -166,7 +166,7 @@ def columns(operands: Operands, sensitivities: Sensitivities | None = None) -> p
 
 
 def lines(n_operands: int, binned: Binned) -> dict[str, npt.NDArray[np.float64]]:
-    """`LINES` as (n_operands, n_bins): components relative to the signal's energy, so that they add to the error."""
+    """Return `LINES` as (n_operands, n_bins): components relative to the signal's energy add up to the error."""
     sums = binned.sums
     tensor, output = ratios.tensor_ratios(sums.reindex(columns=ratios.ADDITIVE)), ratios.output_ratios(sums)
     found = {name: tensor[name] * tensor["nmse"] for name in _PARTS}
@@ -178,7 +178,7 @@ def lines(n_operands: int, binned: Binned) -> dict[str, npt.NDArray[np.float64]]
 
 
 def view(n_operands: int, binned: Binned) -> dict[str, Any]:
-    """Lines of one rank, of all, or of another run, for page.js."""
+    """Return the lines of one rank, of all, or of another run, for page.js."""
     columns = {name: packing.pack(values) for name, values in lines(n_operands, binned).items()}
     return {"label": binned.label, "steps": packing.pack(binned.steps), "columns": columns}
 

@@ -18,7 +18,7 @@ _SUMS = ("ref2", "err2", "ref_err", "half_a2", "half_b2", "half_ab")
 
 
 def collect(rows: Rows, modules: Sequence[str]) -> pd.DataFrame:
-    """One row per module with a measured dW, in model order.
+    """Return one row per module with a measured dW, in model order.
 
     Columns: `module` (position in `modules`); `total`, `scale`, `deadzone`, `grid`: ||error of dW||^2 / ||dW||^2 with
     that part in both operands; `noise`: sampling noise of the same dW, relative; `is_withheld`: it is mostly noise.
@@ -44,7 +44,7 @@ def collect(rows: Rows, modules: Sequence[str]) -> pd.DataFrame:
 
 
 def page_data(found: pd.DataFrame) -> dict[str, Any] | None:
-    """For page.js; None where no dW was measured."""
+    """Return the errors for page.js; None where no dW was measured."""
     if found.empty:
         return None
     return {
@@ -55,7 +55,7 @@ def page_data(found: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def sentence(found: pd.DataFrame) -> str:
-    """How the error compares with the noise, and what is withheld."""
+    """Say how the error compares with the noise, and what is withheld."""
     if found.empty:
         return (
             "Beside it belongs the sampling noise of the gradient, which was not measured here: no microbatch of a "

@@ -73,7 +73,7 @@ class Inputs:
 
 
 def windows(directory: Path) -> tuple[list[range] | None, list[str]]:
-    """Which steps to read of a trace beyond `MAX_ROWS`, and the sentence that says so; None for all of them.
+    """Return which steps to read of a trace beyond `MAX_ROWS`, and the sentence that says so; None for all of them.
 
     A window is a row group of the tensors table: some steps in a row, as they were written.
     """
@@ -92,5 +92,5 @@ def windows(directory: Path) -> tuple[list[range] | None, list[str]]:
 
 
 def _name(directory: Path) -> str:
-    """The directory's name, with its parent's where the name alone says nothing."""
+    """Return the directory's name, with its parent's where the name alone says nothing."""
     return f"{directory.parent.name}/{directory.name}" if directory.stem == "trace" else directory.name

@@ -14,7 +14,7 @@ _SUMS = ["n_tokens", "sum_d", "sum_abs_d", "sum_k3", "sum_abs_dp", "sum_w", "sum
 
 
 def mismatch_by_step(rollouts: pd.DataFrame) -> pd.Series:
-    """Step -> mean |log p rollout - log p trainer| over the tokens of all ranks, nats; empty where not measured."""
+    """Return step -> mean |log p rollout - log p trainer| over the tokens of all ranks, in nats; may be empty."""
     rows = of_one_source(rollouts[(rollouts["stratum"].astype(str) == ALL).to_numpy()])
     sums = rows.groupby("step")[["sum_abs_d", "n_tokens"]].sum()
     sums = sums[sums["n_tokens"] > 0]

@@ -19,7 +19,7 @@ _METRICS = ("reward_mean", "entropy", "grad_norm", "mismatch_logp_abs_mean", "kl
 
 
 def figures(trace: Trace) -> dict[str, Any]:
-    """`plotly.graph_objects.Figure`s by name; what the trace has no rows for is left out.
+    """Return `plotly.graph_objects.Figure`s by name; what the trace has no rows for is left out.
 
     signals       each canonical metric that was logged, over steps
     output_error  ||GEMM output error||^2 / ||output||^2 with one operand quantized, modules x operands, all steps added

@@ -47,7 +47,7 @@ class Outputs:
 
 
 def modules_of(rows: Rows) -> list[str]:
-    """Modules with a row, in order of appearance."""
+    """Return the modules with a row, in order of appearance."""
     return list(dict.fromkeys(name for piece in rows.chunks(("module",)) for name in names_of(piece, "module")))
 
 

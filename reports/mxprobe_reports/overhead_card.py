@@ -40,7 +40,7 @@ class Overhead:
     """What the agent says of kernels, memory and the device's own clock."""
 
     def of_period(self, seconds: float) -> float:
-        """What takes so long once in `PERIOD` steps, as a share of their time without us."""
+        """Return what takes so long once in `PERIOD` steps, as a share of their time without us."""
         rest = float(np.median(self.step_s - self.hooks_s)) * PERIOD
         return seconds / rest if rest > 0 else float("nan")
 
@@ -74,7 +74,7 @@ def of(
     sensitivity: Iterable[int] = (),
     replays: Iterable[int] = (),
 ) -> Overhead:
-    """sensitivity, replays: the steps that were replayed for each."""
+    """Read the cost. sensitivity, replays: the steps that were replayed for each."""
     rows = frame.sort_values("step", kind="stable")
     # A row may add up several steps: then each of them is taken to be like their mean.
     n_steps = rows["n_steps"].fillna(1).to_numpy(dtype=int) if "n_steps" in rows else np.ones(len(rows), dtype=int)
@@ -103,7 +103,7 @@ def of(
 
 
 def _replay_seconds(steps: npt.NDArray[np.int_], hooks_s: Array, replayed: Mapping[str, set[int]]) -> dict[str, float]:
-    """A replay runs after its step has been timed, and is booked on the next one."""
+    """Return kind -> seconds of one. A replay runs after its step has been timed, and is booked on the next one."""
     found: dict[str, float] = {}
     for kind, at in replayed.items():
         seconds = hooks_s[np.isin(steps - 1, sorted(at))]

@@ -16,7 +16,7 @@ MAX_EVENTS = 60
 
 
 def problems(inputs: Inputs, operands: Operands) -> list[str]:
-    """Sentences, the gravest first; empty when nothing is wrong."""
+    """Return sentences, the gravest first; empty when nothing is wrong."""
     found = list(inputs.problems)
     if not operands.n_rows:
         found.append("No operand was measured: the tensors table is empty.")

@@ -17,7 +17,7 @@ from .rendering import render
 
 
 def page_data(outputs: Outputs) -> list[dict[str, Any]]:
-    """Per phase, in model order: module positions, realised and predicted relative errors, the last recipes."""
+    """Return per phase, in model order: module positions, realised and predicted relative errors, the last recipes."""
     return [
         {
             "phase": each.phase,

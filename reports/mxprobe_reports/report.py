@@ -84,7 +84,7 @@ class Report:
         return quality.problems(self.inputs, self.operands)
 
     def render(self, *, command_line: str = "") -> str:
-        """The HTML document, self-contained."""
+        """Return the HTML document, self-contained."""
         inputs, recommendation = self.inputs, self.inputs.recommendation
         log_probabilities = logprobs.section(inputs.rollouts)
         sections = [
@@ -125,7 +125,7 @@ class Report:
         return overhead_card.of(self.inputs.overhead, self.inputs.run, **replayed)
 
     def page_data(self) -> dict[str, Any]:
-        """What page.js reads: packed numbers and names."""
+        """Return what page.js reads: packed numbers and names."""
         return {
             **explorer.page_data(
                 self.operands,
@@ -144,7 +144,7 @@ class Report:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Counts for `--json`."""
+        """Return counts for `--json`."""
         coverage_frac = self.inputs.recommendation.coverage.flops_frac
         return {
             "trace": self.inputs.name,
@@ -162,7 +162,7 @@ class Report:
 
 
 def _updates(recommendation: Recommendation) -> Markup:
-    """Whether updates reach the quantized weights; nothing where no two versions of a weight were compared."""
+    """Say whether updates reach the quantized weights; nothing where no two versions of a weight were compared."""
     seen = recommendation.updates
     return Markup() if seen is None else render("updates.html", text=update_words(seen))
 

@@ -22,7 +22,7 @@ class Rows:
 
     @classmethod
     def of_trace(cls, trace: Trace, table: str, steps: Sequence[range] | None = None) -> "Rows":
-        """With `steps`, only rows of these."""
+        """Read a table of a trace; with `steps`, only rows of these."""
         return cls(lambda columns: chunks(trace.directory, table, columns, steps=steps))
 
     @classmethod
@@ -30,7 +30,7 @@ class Rows:
         return cls(lambda columns: _pieces_of_frame(table, frame, columns))
 
     def chunks(self, columns: Collection[str]) -> Iterator[Any]:
-        """Pieces with `columns` and `rank`, none of them empty."""
+        """Yield pieces with `columns` and `rank`, none of them empty."""
         return self._read(columns)
 
 
@@ -43,13 +43,13 @@ def _pieces_of_frame(table: str, frame: pd.DataFrame, columns: Collection[str]) 
 
 
 def all_finite(values: Array) -> npt.NDArray[np.bool_]:
-    """(n,) whether each of the (columns, n) is finite: a sum is, where its terms are."""
+    """Return (n,) whether each of the (columns, n) is finite: a sum is, where its terms are."""
     with np.errstate(invalid="ignore", over="ignore"):
         return np.isfinite(np.ones(len(values)) @ values)
 
 
 def add_by(totals: npt.NDArray[Any], keys: Indices, values: npt.NDArray[Any]) -> None:
-    """totals[:, keys[i]] += values[:, i] for (columns, n) values; quicker than `np.add.at` for many columns."""
+    """Do totals[:, keys[i]] += values[:, i] for (columns, n) values; quicker than `np.add.at` for many columns."""
     if not keys.size:
         return
     if totals.dtype == np.float64 and totals.shape[1] <= 2 * keys.size:

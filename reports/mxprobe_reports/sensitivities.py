@@ -26,7 +26,7 @@ class Sensitivities:
 
     @classmethod
     def of(cls, sensitivity: pd.DataFrame, replays: pd.DataFrame, operands: Operands) -> "Sensitivities | None":
-        """None where no operand on the page was measured."""
+        """Read the replays. None where no operand on the page was measured."""
         if sensitivity.empty or not len(operands.totals):
             return None
         found = operand_sensitivity(sensitivity)
@@ -43,7 +43,7 @@ class Sensitivities:
         return cls(**columns, n_microbatches=int(known["n_microbatches"].max()), holds=holds)
 
     def sentence(self) -> str:
-        """What the numbers rest on."""
+        """Say what the numbers rest on."""
         what = (
             "Predicted KL, nats per token, of each forward operand's error alone: to first order, from "
             f"{self.n_microbatches} replayed microbatch{'' if self.n_microbatches == 1 else 'es'}."

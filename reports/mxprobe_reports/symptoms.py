@@ -73,7 +73,7 @@ _DETAIL_CHARACTERS = 80
 
 
 def marked_events(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Events to draw on the curves, in the order of steps: `step`, `kind` and the beginning of `detail`."""
+    """Return the events to draw on the curves, in the order of steps: `step`, `kind` and the beginning of `detail`."""
     kinds = events["kind"].astype(str)
     counts = kinds.value_counts()
     drawn = [kind for kind in MARKED_EVENTS if 0 < counts.get(kind, 0) <= MAX_MARKS]
@@ -87,14 +87,14 @@ def marked_events(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def headline_signals(inputs: Inputs, by_step: pd.Series) -> list[Signal]:
-    """Reward, entropy, mismatch (given by step) and gradient norm, in this order, empty where there is none."""
+    """Return reward, entropy, mismatch (given by step) and gradient norm, in this order, empty where there is none."""
     found = [_metric(inputs.signals, *spec) for spec in HEADLINE]
     by_token = logprobs.mismatch_by_step(inputs.rollouts)
     return [*found[:2], mismatch(by_step) if by_token.empty else _token_mismatch(by_token), found[2]]
 
 
 def _token_mismatch(by_step: pd.Series) -> Signal:
-    """Mean |log p rollout - log p trainer| of the sampled tokens per step, nats."""
+    """Return mean |log p rollout - log p trainer| of the sampled tokens per step, nats."""
     return _signal("mismatch", "Mismatch of log p", "nats a token", by_step)
 
 
@@ -108,7 +108,7 @@ def _metric(signals: pd.DataFrame, id: str, metric: str, title: str) -> Signal:
 
 
 def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the one series to show: keys and loggers that mean the same are no further samples."""
+    """Return the rows of the one series to show: keys and loggers that mean the same are no further samples."""
     keys = rows[["source", "framework", "raw_key"]].astype(str)
     chosen = preferred(Series(*key) for key in keys.drop_duplicates().itertuples(index=False, name=None))
     if chosen is None:
@@ -118,7 +118,7 @@ def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def mismatch(by_step: pd.Series) -> Signal:
-    """Median over modules of |realised error in rollout - in training| per step; relative squared error."""
+    """Return the median over modules of |realised error in rollout - in training| per step; relative squared error."""
     why = "Training and rollout were not both seen in this trace."
     return _signal("mismatch", "Mismatch", "|rollout − training|", by_step, why, is_share=True)
 
@@ -146,7 +146,7 @@ def resampled(by_step: pd.Series) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
 
 
 def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[dict[str, Any]]:
-    """For page.js: only signals with values; `smooth` is a centred running mean over 1/20 of the steps.
+    """Return the signals with values, for page.js; `smooth` is a centred running mean over 1/20 of the steps.
 
     `others` are the same signals of the run that is laid over this one.
     """

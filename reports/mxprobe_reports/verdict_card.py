@@ -36,7 +36,7 @@ def section(recommendation: Recommendation, *, has_log_probs: bool = False) -> M
 
 
 def _places(recommendation: Recommendation) -> list[tuple[str, str]]:
-    """Where the data behind the sentence is: (id of a section, text)."""
+    """Return where the data behind the sentence is: (id of a section, text)."""
     if recommendation.verdict is Verdict.NOT_ENOUGH_EVIDENCE or not recommendation.evidence:
         return []
     places = [("evidence", "evidence"), ("error", "where")]
@@ -44,7 +44,7 @@ def _places(recommendation: Recommendation) -> list[tuple[str, str]]:
 
 
 def _facts(recommendation: Recommendation) -> list[tuple[str, str, str, str]]:
-    """Name, section with the data, value, and what stands below it."""
+    """Return name, section with the data, value, and what stands below it."""
     agreement, coverage = recommendation.agreement, recommendation.coverage
     facts: list[tuple[str, str, str, str]] = []
     chosen = recommendation.chosen[:1]
@@ -83,6 +83,6 @@ _DATA_OF: tuple[tuple[str, str], ...] = (
 
 
 def _place(evidence: Evidence, *, has_log_probs: bool) -> str:
-    """The section with the data of a piece of evidence; "" for none."""
+    """Return the section with the data of a piece of evidence; "" for none."""
     place = next((id for start, id in _DATA_OF if evidence.name.startswith(start)), "")
     return "signals" if place == "rollouts" and not has_log_probs else place

@@ -77,7 +77,7 @@ def _text(value: Any) -> Markup:
 
 
 def headline(inputs: Inputs, probed: npt.NDArray[np.int64]) -> list[str]:
-    """Short facts for the bar at the top: which steps, what ran."""
+    """Return short facts for the bar at the top: which steps, what ran."""
     columns = [frame["step"].dropna() for frame in (inputs.overhead, inputs.signals)]
     seen = [int(bound) for column in columns if len(column) for bound in (column.min(), column.max())]
     seen += [int(step) for step in probed[[0, -1]]] if len(probed) else []
@@ -90,5 +90,5 @@ def headline(inputs: Inputs, probed: npt.NDArray[np.int64]) -> list[str]:
 
 
 def _short_command(words: Sequence[Any]) -> str:
-    """The interpreter and the script by their names, the rest as it was."""
+    """Return the interpreter and the script by their names, the rest as it was."""
     return " ".join([PurePath(str(word)).name if i < 2 else str(word) for i, word in enumerate(words)])

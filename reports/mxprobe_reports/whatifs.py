@@ -20,7 +20,7 @@ _BASE = ("sum_e2", "sum_e2_on_d", "out_e2", "out_ref2")
 
 
 def collect(whatif: Rows, tensors: Rows, seen: Scan, operands: Operands) -> tuple[list[str], dict[str, Array]]:
-    """Corrections, and (n_operands, n_corrections) arrays named by `LEFT`, NaN where nothing was tried.
+    """Return corrections, and (n_operands, n_corrections) arrays named by `LEFT`, NaN where nothing was tried.
 
     `output`, `error` and `on_deadzone` are energies left, of the GEMM output's error, of the operand's and of its
     part on the deadzone, relative to the uncorrected quantizer; `zeroed` is the fraction of values that become 0.
@@ -69,7 +69,7 @@ class _Keys:
         self.row[operands.totals["module"], operands.totals["role"]] = np.arange(len(operands.totals))
 
     def of(self, piece: Any) -> tuple[Indices, Indices]:
-        """(operand, step position), each (n,); operand -1 where a row is of none, or of another phase."""
+        """Return (operand, step position), each (n,); operand -1 where a row is of none, or of another phase."""
         operand = self.row[codes(piece, "module", self.module_at), codes(piece, "role", self.role_at)]
         step = piece.column("step").to_numpy()
         if step.dtype.kind == "f":
@@ -85,7 +85,7 @@ class _Keys:
 
 
 def _base_per_step(tensors: Rows, keys: _Keys, n_operands: int) -> Array:
-    """(steps, operands, sums) of the uncorrected quantizer; NaN where an operand was not measured.
+    """Return (steps, operands, sums) of the uncorrected quantizer; NaN where an operand was not measured.
 
     Means over ranks and micro steps, so that each what-if row of a step has the same partner.
     """
