@@ -71,6 +71,11 @@ def interval(value: float, low: float, high: float, spell: Callable[[float], str
     return f"{spell(value)} [{spell(low)}, {spell(high)}]"
 
 
+def p_value(value: float) -> str:
+    """A probability of a test: `0.0166`, `< 0.001`."""
+    return "< 0.001" if value < 1e-3 else number(value)
+
+
 def power(exponent: int) -> str:
     """`10⁻³`."""
     return f"10{str(exponent).translate(_SUPERSCRIPT)}"

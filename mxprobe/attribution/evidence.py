@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.metrics import Series, preferred
-from mxprobe.numbers import number, whole_percent
+from mxprobe.numbers import number, p_value, whole_percent
 from mxprobe.schema import OUTPUT_SUMS, Component, Phase, Role, Verdict
 from mxprobe.trace import Trace
 
@@ -363,14 +363,10 @@ def _trends(signals: pd.DataFrame) -> Iterator[Evidence]:
 def _tested(values: npt.NDArray[np.float64]) -> str:
     """`; rising (Mann-Kendall, p < 0.001), a step fits at point 40 of 200 (p 0.002)`."""
     trend, step = mann_kendall(values), find_step(values)
-    said = f"; {trend.direction()} (Mann-Kendall, p {_p(trend.p)})" if trend else ""
+    said = f"; {trend.direction()} (Mann-Kendall, p {p_value(trend.p)})" if trend else ""
     if step is not None and step.p < ALPHA:
-        said += f", a step fits at point {step.at} of {len(values)} (p {_p(step.p)})"
+        said += f", a step fits at point {step.at} of {len(values)} (p {p_value(step.p)})"
     return said
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 1e-3 else number(value)
 
 
 def _one_series(rows: pd.DataFrame) -> pd.DataFrame:

@@ -37,8 +37,11 @@ COMPONENT_WORDS: dict[Component, str] = {
 
 
 def correction_words(correction: str) -> str:
-    """Return the words for a correction: `of:0.5` -> `outlier fallback (alpha 0.5)`."""
-    parsed = Correction.parse(correction)
+    """Return the words for a correction: `of:0.5` -> `outlier fallback (alpha 0.5)`; an unknown one as it is."""
+    try:
+        parsed = Correction.parse(correction)
+    except ValueError:
+        return correction
     parameter = parsed.parameter
     share = parameter if isinstance(parameter, (int, float)) else 0.0
     return {

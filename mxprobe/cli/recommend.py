@@ -158,9 +158,8 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
     """The curve around its knee, and the pattern list of the modules up to it."""
     from rich.padding import Padding
 
-    kept_in = "BF16" if curve.keep == "keep_high_precision" else curve.keep.upper()
     out.print(
-        f"\n[bold]Keeping modules in {kept_in}[/]: predicted KL against share of forward GEMM work "
+        f"\n[bold]Keeping modules in {curve.kept_in}[/]: predicted KL against share of forward GEMM work "
         f"(Delta2 of {curve.n_microbatches} microbatches{_LEFT_BY.get(curve.left_by, '')})"
     )
     last = len(curve.points) - 1

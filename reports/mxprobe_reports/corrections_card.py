@@ -6,28 +6,11 @@ from typing import Any
 from markupsafe import Markup
 
 from mxprobe.attribution import CorrectionScore, Recommendation
+from mxprobe.attribution.words import correction_words
 from mxprobe.numbers import fixed, interval
 from mxprobe.schema import Verdict
-from mxprobe_kernels.formats import Correction, CorrectionKind
 
 from .rendering import render
-
-_WORDS: dict[CorrectionKind, str] = {
-    CorrectionKind.RULE: "scale rule {}",
-    CorrectionKind.MACRO_BLOCK_SCALING: "macro-block scaling over {}",
-    CorrectionKind.OUTLIER_FALLBACK: "outlier fallback, α = {}",
-    CorrectionKind.HADAMARD: "Hadamard rotation of {}",
-    CorrectionKind.CHANNEL_RESIDUAL: "second pass on {:g} % of the channels",
-    CorrectionKind.NVFP4: "NVFP4 blocks of 16",
-    CorrectionKind.NVFP4_4OVER6: "NVFP4 with Four-over-Six",
-    CorrectionKind.MXFP4_4OVER6: "the better of two scales for each block",
-    CorrectionKind.HIF4: "HiF4 blocks of 64",
-    CorrectionKind.MXFP6_E2M3: "MXFP6 elements (E2M3)",
-    CorrectionKind.MXFP6_E3M2: "MXFP6 elements (E3M2)",
-    CorrectionKind.MXFP8: "MXFP8 elements",
-    CorrectionKind.KEEP_HIGH_PRECISION: "keep these operands in BF16",
-}
-
 
 _NONE_SCORED: dict[Verdict, str] = {
     Verdict.NOT_EXPLAINED: "No correction is offered: what the run shows is not rounding, so mending the rounding "
@@ -35,15 +18,6 @@ _NONE_SCORED: dict[Verdict, str] = {
     Verdict.NOT_ENOUGH_EVIDENCE: "No correction is offered on so little evidence. What was measured on each operand is "
     "under the selected layer.",
 }
-
-
-def describe(spelling: str) -> str:
-    """Return the field's words for a correction, or its spelling where this version does not know it."""
-    try:
-        correction = Correction.parse(spelling)
-    except ValueError:
-        return spelling
-    return _WORDS[correction.kind].format(correction.parameter)
 
 
 def section(recommendation: Recommendation) -> Markup:
@@ -73,7 +47,7 @@ def _row(score: CorrectionScore, low: float, *, is_chosen: bool) -> dict[str, An
     is_bounded = math.isfinite(score.gain_low) and math.isfinite(score.gain_high)
     return {
         "score": score,
-        "words": describe(score.correction),
+        "words": correction_words(score.correction),
         "is_chosen": is_chosen,
         "gain": interval(score.gain, score.gain_low, score.gain_high, fixed),
         "zero": at(0),

@@ -83,8 +83,7 @@ def _worst(operands: Operands, frame: pd.DataFrame, columns: tuple[str, ...]) ->
     for i in largest:
         module, role = (int(operands.totals[name].iloc[i]) for name in ("module", "role"))
         values = [_SPELL[_format(name)](float(frame[name].iloc[i])) for name in columns]
-        named = {"module": operands.modules[module], "role": operands.roles[role]}
-        rows.append({"at": f"{module},{role}", **named, "values": values})
+        rows.append({"module": operands.modules[module], "role": operands.roles[role], "values": values})
     return rows
 
 

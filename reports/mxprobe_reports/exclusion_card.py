@@ -5,11 +5,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mxprobe.attribution.exclusion import BF16, DELTA2, OUTPUT_ERROR, ExclusionCurve
+from mxprobe.attribution.exclusion import DELTA2, OUTPUT_ERROR, ExclusionCurve
 
 from .rendering import render
 
-_KEPT_IN = {BF16: "BF16"}
 _LEFT_BY = {
     DELTA2: " What stays in the kept modules is the Δ² of their own error in that format.",
     OUTPUT_ERROR: " What stays in the kept modules is guessed from output errors: the trace has no Δ² of that format.",
@@ -18,14 +17,14 @@ _LEFT_BY = {
 
 def section(curves: Sequence[ExclusionCurve]) -> Markup:
     """Return nothing where no sensitivity was measured: *Where it hurts* says so."""
-    return render("exclusion.html", curves=curves, name=_name, left_by=_LEFT_BY) if curves else Markup()
+    return render("exclusion.html", curves=curves, left_by=_LEFT_BY) if curves else Markup()
 
 
 def page_data(curves: Sequence[ExclusionCurve]) -> list[dict[str, Any]]:
     """Return one line per way of keeping, for page.js."""
     return [
         {
-            "label": f"kept in {_name(curve)}",
+            "label": f"kept in {curve.kept_in}",
             "knee": curve.knee,
             "module": [point.module for point in curve.points],
             "work": [point.flops_frac for point in curve.points],
@@ -33,7 +32,3 @@ def page_data(curves: Sequence[ExclusionCurve]) -> list[dict[str, Any]]:
         }
         for curve in curves
     ]
-
-
-def _name(curve: ExclusionCurve) -> str:
-    return _KEPT_IN.get(curve.keep, curve.keep.upper())

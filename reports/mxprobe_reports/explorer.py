@@ -1,6 +1,7 @@
 """The operands as page.js explores them: columns, series, histograms, what-ifs, and the measures to colour by."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pandas as pd
 from mxprobe.attribution import ratios
 from mxprobe.attribution.gaussian import GaussianReference, gaussian_reference
 from mxprobe.attribution.words import ROLE_LABELS
+from mxprobe.numbers import power
 from mxprobe.schema import Component, Rule
 from mxprobe.trace.columns import Array
 
@@ -136,7 +138,15 @@ _B_OVER_A: dict[str, Any] = {
 
 def measures(sensitivities: Sensitivities | None = None, *, has_b: bool) -> list[dict[str, Any]]:
     """Return what the heatmaps can show."""
-    return [*([PREDICTED_KL] if sensitivities else []), *MEASURES, *([_B_OVER_A] if has_b else [])]
+    offered = [*([PREDICTED_KL] if sensitivities else []), *MEASURES, *([_B_OVER_A] if has_b else [])]
+    return [{**each, "ticktext": [_TICKS[each["format"]](tick) for tick in each["ticks"]]} for each in offered]
+
+
+_TICKS: dict[str, Callable[[float], str]] = {
+    "percent": lambda tick: f"{100 * tick:g} %",
+    "number": lambda tick: power(round(math.log10(tick))),
+    "times": lambda tick: f"{tick:g} ×",
+}
 
 
 def hurts(sensitivities: Sensitivities | None) -> str:

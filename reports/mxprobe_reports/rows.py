@@ -5,17 +5,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
-import pyarrow as pa
 
 from mxprobe.trace import Trace
-from mxprobe.trace.arrow import conform
 from mxprobe.trace.chunks import chunks
 from mxprobe.trace.columns import Array, Indices
 
 
 class Rows:
-    """A table of a trace, or of a frame with the trace's columns. Pieces are `pa.Table`s."""
+    """A table of a trace. `read` yields its pieces, `pa.Table`s with the columns asked for and `rank`."""
 
     def __init__(self, read: Callable[[Collection[str]], Iterator[Any]]) -> None:
         self._read = read
@@ -25,21 +22,9 @@ class Rows:
         """Read a table of a trace; with `steps`, only rows of these."""
         return cls(lambda columns: chunks(trace.directory, table, columns, steps=steps))
 
-    @classmethod
-    def of_frame(cls, table: str, frame: pd.DataFrame) -> "Rows":
-        return cls(lambda columns: _pieces_of_frame(table, frame, columns))
-
     def chunks(self, columns: Collection[str]) -> Iterator[Any]:
         """Yield pieces with `columns` and `rank`, none of them empty."""
         return self._read(columns)
-
-
-def _pieces_of_frame(table: str, frame: pd.DataFrame, columns: Collection[str]) -> Iterator[Any]:
-    if frame.empty:
-        return
-    present = frame[[name for name in frame.columns if name in columns]]
-    data = conform(pa.Table.from_pandas(present, preserve_index=False), table, columns)
-    yield data.append_column("rank", pa.array(frame["rank"].to_numpy().astype(np.int32)))
 
 
 def all_finite(values: Array) -> npt.NDArray[np.bool_]:

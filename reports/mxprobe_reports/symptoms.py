@@ -87,15 +87,17 @@ def marked_events(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def headline_signals(inputs: Inputs, by_step: pd.Series) -> list[Signal]:
-    """Return reward, entropy, mismatch (given by step) and gradient norm, in this order, empty where there is none."""
-    found = [_metric(inputs.signals, *spec) for spec in HEADLINE]
+    """Return reward, entropy, mismatch and gradient norm, in this order, empty where there is none.
+
+    The mismatch is mean |log p rollout - log p trainer| of the sampled tokens, in nats, where it was measured. Else
+    it is `by_step`: the median over modules of |realised error in rollout - in training|, relative and squared.
+    """
+    reward, entropy, norm = (_metric(inputs.signals, *spec) for spec in HEADLINE)
     by_token = logprobs.mismatch_by_step(inputs.rollouts)
-    return [*found[:2], mismatch(by_step) if by_token.empty else _token_mismatch(by_token), found[2]]
-
-
-def _token_mismatch(by_step: pd.Series) -> Signal:
-    """Return mean |log p rollout - log p trainer| of the sampled tokens per step, nats."""
-    return _signal("mismatch", "Mismatch of log p", "nats a token", by_step)
+    if len(by_token):
+        return [reward, entropy, _signal("mismatch", "Mismatch of log p", "nats a token", by_token), norm]
+    why = "Training and rollout were not both seen in this trace."
+    return [reward, entropy, _signal("mismatch", "Mismatch", "|rollout − training|", by_step, why, is_share=True), norm]
 
 
 def _metric(signals: pd.DataFrame, id: str, metric: str, title: str) -> Signal:
@@ -115,12 +117,6 @@ def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
         return rows
     same = [keys[name] == value for name, value in vars(chosen).items()]
     return rows[(same[0] & same[1] & same[2]).to_numpy()]
-
-
-def mismatch(by_step: pd.Series) -> Signal:
-    """Return the median over modules of |realised error in rollout - in training| per step; relative squared error."""
-    why = "Training and rollout were not both seen in this trace."
-    return _signal("mismatch", "Mismatch", "|rollout − training|", by_step, why, is_share=True)
 
 
 def _signal(
@@ -166,7 +162,7 @@ def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[
                 "title": signal.title,
                 "from_zero": signal.from_zero,
                 "is_share": signal.is_share,
-                "change": None if signal.change is None else {"at": signal.change.at, "p": signal.change.p},
+                "step": _step(signal.change),
                 "against": against.get(signal.id),
                 "steps": packing.pack(signal.steps),
                 "values": packing.pack(signal.values),
@@ -174,6 +170,11 @@ def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[
             }
         )
     return data
+
+
+def _step(change: Change | None) -> dict[str, Any] | None:
+    """Return where the line has a step, and how sure that is."""
+    return None if change is None or change.step is None else {"at": change.at, "p": change.step.p}
 
 
 def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

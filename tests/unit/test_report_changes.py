@@ -17,8 +17,8 @@ def test_a_planted_step_is_found_where_it_is() -> None:
     assert found is not None
     assert found.at is not None
     assert abs(found.at - 110) <= 2
-    assert found.before is not None
-    assert abs(found.before) < 0.02
+    assert found.step is not None
+    assert abs(found.step.before) < 0.02
 
 
 def test_a_straight_rise_is_a_trend_and_no_step() -> None:

@@ -106,9 +106,6 @@ function count(x) {
 function decibel(x) {
   return Number.isFinite(x) ? x.toFixed(1).replace("-", "−") + " dB" : "–";
 }
-function tick(x) {
-  return Number((100 * x).toPrecision(2)) + " %";
-}
 const FORMAT = { number, percent, decibel, text: (x) => x, times: (x) => (Number.isFinite(x) ? number(x) + " ×" : "–") };
 
 // Plotly reads a subset of HTML, and TeX between dollar signs, in every label: names must reach it as text.

@@ -176,12 +176,15 @@ function fillWorst() {
   const order = DATA.operands.role.map((_, i) => i).filter((i) => isRoleShown(DATA.operands.role[i]));
   const values = new Map(order.map((i) => [i, value(i)]));
   order.sort((a, b) => values.get(b) - values.get(a) || a - b);
-  body.replaceChildren(...order.slice(0, N_WORST).map((i) => {
-    const [m, r] = [DATA.operands.module[i], DATA.operands.role[i]];
-    const pick = element("button", { class: "pick", type: "button", "data-pick": m + "," + r, onclick: () => select(m, r) }, DATA.modules.names[m]);
-    const cells = columns.map(([name, format]) => element("td", { class: "num" }, format(valueOf(name, i))));
-    return element("tr", { class: i === current() ? "selected" : null }, element("td", {}, pick), element("td", {}, DATA.roles[r].label), ...cells);
-  }));
+  body.replaceChildren(...order.slice(0, N_WORST).map((i) => operandRow(i, columns, false)));
+}
+// A row of a table of operands; its name selects it, and may go to the selected layer.
+function operandRow(i, columns, goes) {
+  const [m, r] = [DATA.operands.module[i], DATA.operands.role[i]];
+  const onclick = () => { select(m, r); if (goes) byId("layer").scrollIntoView(); };
+  const pick = element("button", { class: "pick", type: "button", onclick }, DATA.modules.names[m]);
+  const cells = columns.map(([name, format]) => element("td", { class: "num" }, format(valueOf(name, i))));
+  return element("tr", { class: i === current() ? "selected" : null }, element("td", {}, pick), element("td", {}, DATA.roles[r].label), ...cells);
 }
 function fillSplit() {
   const lines = rolesShown().flatMap((r) => {
@@ -259,12 +262,7 @@ function fillLayers() {
   rows.sort((a, b) => (down ? ranks.get(b) - ranks.get(a) : ranks.get(a) - ranks.get(b)) || a - b);
   const found = rows.length;
   rows = rows.slice(0, state.limit);
-  byId("layers").replaceChildren(...rows.map((i) => {
-    const [m, r] = [DATA.operands.module[i], DATA.operands.role[i]];
-    const pick = element("button", { class: "pick", type: "button", onclick: () => { select(m, r); byId("layer").scrollIntoView(); } }, DATA.modules.names[m]);
-    return element("tr", { class: i === current() ? "selected" : null }, element("td", {}, pick), element("td", {}, DATA.roles[r].label),
-      ...columns.map(([name, format]) => element("td", { class: "num" }, format(valueOf(name, i)))));
-  }));
+  byId("layers").replaceChildren(...rows.map((i) => operandRow(i, columns, true)));
   byId("layers-count").textContent = found > rows.length ? `${rows.length} of ${found} operands` : `${found} operands`;
   byId("layers-more").hidden = found <= rows.length;
   for (const th of document.querySelectorAll("#layers-table th")) {
