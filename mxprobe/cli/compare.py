@@ -99,7 +99,7 @@ def show(comparison: Comparison, *, show_all: bool = False, console: Console | N
 
 
 def _drawn(shown: tables.Table) -> RichTable:
-    return table(shown.head, [map(_cut, row) for row in shown.rows], right=shown.numeric, bold=shown.bold)
+    return table(shown.head, [[_cut(cell) for cell in row] for row in shown.rows], right=shown.numeric, bold=shown.bold)
 
 
 def _cut(text: str) -> str:

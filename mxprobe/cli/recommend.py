@@ -225,8 +225,7 @@ def _corrections(recommendation: Recommendation) -> Table:
         for score in scores
     ]
     bold = {i for i, score in enumerate(scores) if score.correction in recommendation.chosen}
-    legend = {"caption": _CAPTION, "caption_justify": "left"}
-    drawn = table(head, rows, right=(1, 2, 3, 4), bold=bold, padding=(0, 1, 0, 0), **legend)
+    drawn = table(head, rows, right=(1, 2, 3, 4), bold=bold, legend=_CAPTION)
     for i in (0, 5):
         drawn.columns[i].no_wrap = True
     last = [i for i, score in enumerate(scores) if score.tier == 1][-1:]

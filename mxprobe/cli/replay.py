@@ -103,8 +103,7 @@ def _show_arms(out: Console, summary: ReplaySummary) -> None:
         )
         for arm in summary.arms
     ]
-    legend = {"caption": escape(_LEGEND), "caption_justify": "left"}
-    out.print(table(head, rows, right=range(1, 6), padding=(0, 1, 0, 0), **legend))
+    out.print(table(head, rows, right=range(1, 6), legend=_LEGEND))
 
 
 def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> None:

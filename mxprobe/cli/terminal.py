@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mxprobe.printable import printable
 
@@ -25,16 +25,19 @@ def table(
     right: Collection[int] = (),
     bold: Collection[int] = (),
     is_lined: bool = True,
-    **options: Any,
+    legend: str = "",
 ) -> Table:
     """Return a rich table of escaped text.
 
-    Columns in `right` are aligned right and not wrapped, the others fold. Rows in `bold` are bold.
+    Columns in `right` are aligned right and not wrapped, the others fold. Rows in `bold` are bold. A table with a
+    `legend` below it is a wide one, drawn narrow.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    drawn = Table(box=SIMPLE_HEAD if is_lined else None, pad_edge=False, **options)
+    drawn = Table(box=SIMPLE_HEAD if is_lined else None, pad_edge=False)
+    if legend:
+        drawn.padding, drawn.caption, drawn.caption_justify = (0, 1, 0, 0), escape(legend), "left"
     for position, name in enumerate(head):
         if position in right:
             drawn.add_column(escape(name), justify="right", no_wrap=True)

@@ -125,18 +125,18 @@ def _to_draw(comparison: Comparison) -> list[ErrorChange]:
 
 
 def _metric(position: int, change: SignalChange, a: pd.Series, b: pd.Series) -> Overlay:
-    title, of_b = change.metric.replace("_", " "), change.change
-    said = f"B − A {interval(of_b.difference, of_b.low, of_b.high, signed)}; A {change.trend_a}, B {change.trend_b}"
-    curves = (_curve(f"m{position}", title, each, from_zero=change.metric in _FROM_ZERO) for each in (a, b))
-    return Overlay(*curves, said, of_b.is_clear)
+    title, moved = change.metric.replace("_", " "), change.change
+    said = f"B − A {interval(moved.difference, moved.low, moved.high, signed)}; A {change.trend_a}, B {change.trend_b}"
+    of_a, of_b = (_curve(f"m{position}", title, each, from_zero=change.metric in _FROM_ZERO) for each in (a, b))
+    return Overlay(of_a, of_b, said, moved.is_clear)
 
 
 def _error(position: int, change: ErrorChange, a: pd.Series, b: pd.Series) -> Overlay:
     place = f"{change.kind} {ROLE_LABELS.get(change.role, change.role)}".rstrip()
     title = f"{tables.MEASURES[change.measure]}, {place}, {change.phase}"
     said = f"B / A {interval(change.ratio, change.ratio_low, change.ratio_high)}"
-    curves = (_curve(f"e{position}", title, each, from_zero=True, is_share=True) for each in (a, b))
-    return Overlay(*curves, said, change.is_clear)
+    of_a, of_b = (_curve(f"e{position}", title, each, from_zero=True, is_share=True) for each in (a, b))
+    return Overlay(of_a, of_b, said, change.is_clear)
 
 
 def _curve(id: str, title: str, by_step: pd.Series, *, from_zero: bool, is_share: bool = False) -> Signal:

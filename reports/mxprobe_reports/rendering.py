@@ -39,7 +39,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    spellings = ("number", "percent", "whole_percent", "fixed", "duration", "file_size")
-    environment.filters |= {name: getattr(numbers, name) for name in spellings}
-    environment.filters["role"] = lambda role: ROLE_LABELS.get(role, role or numbers.NOTHING)
+    spellings = (numbers.number, numbers.percent, numbers.fixed)
+    environment.filters.update({spell.__name__: spell for spell in spellings})
+    environment.filters["role"] = _role
     return environment
+
+
+def _role(role: str) -> str:
+    return ROLE_LABELS.get(role, role or numbers.NOTHING)
