@@ -19,7 +19,7 @@ from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.attribution.thresholds import Thresholds
 from mxprobe.numbers import number, percent
 from mxprobe.schema import Component, Rule
-from mxprobe_kernels.formats import CHANNEL_WHATIFS, DEFAULT_WHATIFS
+from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, DEFAULT_WHATIFS
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mxprobe.schema import Component
-from mxprobe_kernels.formats import CorrectionKind, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .costs import cost_of, tier_of
 from .intervals import Gain, gain_of
@@ -30,8 +31,6 @@ from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
 KEEP = CorrectionKind.KEEP_HIGH_PRECISION.value
-_NEVER = (f"{CorrectionKind.RULE}:{Rule.FLOOR_DIV}", f"{CorrectionKind.CHANNEL_RESIDUAL}:")
-"""A bug's signature, not a remedy; and what ranks channels by the error it is then scored on, and no engine has."""
 
 
 @dataclass(frozen=True)
@@ -252,10 +251,16 @@ def _keep(cures: bool | None, n_steps: int, device: str) -> CorrectionScore:
 
 
 def judged(score: CorrectionScore, thresholds: Thresholds) -> CorrectionScore:
-    """The score with `is_eligible` set."""
+    """The score with `is_eligible` set.
+
+    `floor_div` never is: it is a bug's signature, not a remedy. Nor is `channels:K`, which ranks channels by the error
+    that it is then scored on, and which no engine has.
+    """
+    correction = Correction.parse(score.correction)
     eligible = (
         not score.is_active
-        and not score.correction.startswith(_NEVER)
+        and correction.parameter is not Rule.FLOOR_DIV
+        and correction.kind is not CorrectionKind.CHANNEL_RESIDUAL
         and score.gain >= thresholds.min_gain
         and score.gain_low > thresholds.min_gain_low
         and score.recovery >= thresholds.min_recovery

@@ -6,7 +6,7 @@ entry here has no option: the snippet is PyTorch code then.
 
 from collections.abc import Sequence
 
-from mxprobe_kernels.formats import Correction, CorrectionKind
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 SAME_AS = {"slime": "megatron", "miles": "megatron", "transformer-engine": "megatron"}
 """Frameworks whose training runs through another's options."""

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 import pandas as pd
 
 from mxprobe.attribution.noise import weight_changes
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import Operand
 
 from .modules import ModuleAudit, SideAudit
 
@@ -198,16 +200,15 @@ def _heads(modules: Modules, events: pd.DataFrame) -> Found:
     return _quantized_by_name(HEADS, modules)
 
 
+_FLOOR_DIV = Operand("mxfp4", Rule.FLOOR_DIV).inferred
+
+
 def _floor_div(modules: Modules, events: pd.DataFrame) -> Found:
     for side_name in ("train", "rollout"):
         sides = [(m.module, getattr(m, side_name)) for m in modules]
-        named = [name for name, side in sides if side is not None and side.exact and _uses(side, "floor_div")]
+        named = [name for name, side in sides if side is not None and side.exact and _FLOOR_DIV in side.recipe]
         if named:
             yield tuple(named), f"in {side_name}: its values reproduce the outputs exactly"
-
-
-def _uses(side: SideAudit, rule: str) -> bool:
-    return any(recipe.partition("+")[2] == rule for recipe in side.recipe)
 
 
 def _evaluation(modules: Modules, events: pd.DataFrame) -> Found:

@@ -89,7 +89,7 @@ def command(
     from mxprobe.scan import ScanSettings
     from mxprobe.scan.summary import summarise
     from mxprobe.trace import open_trace
-    from mxprobe_kernels.formats import DEFAULT_WHATIFS
+    from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
     settings = ScanSettings(
         format=format_,

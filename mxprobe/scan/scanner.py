@@ -19,7 +19,8 @@ from mxprobe.errors import MxprobeError, UsageError
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Phase
 from mxprobe.trace import TraceWriter
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, get_format, get_rule
+from mxprobe_kernels.formats import get_format, get_rule
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS, Correction
 
 from .activations import Activations
 from .calibration import MAX_TOKENS, Inputs, calibration_files, read_inputs

@@ -21,7 +21,7 @@ import torch
 import mxprobe_kernels
 from mxprobe.schema import OUTPUT_SUMS, Role
 from mxprobe_kernels import cpu_backend
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.recipe_grammar import Correction
 from mxprobe_kernels.torch_backend import ErrorFields
 
 Row = dict[str, Any]
