@@ -1,4 +1,4 @@
-"""`mxprobe audit TRACE` or `audit A B`: who is quantized how, on which side, and the known pitfalls."""
+"""`mxprobe audit TRACE` or `audit A B`: how each module is quantized on which side, and the known pitfalls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.terminal import escape, table
+from mxprobe.cli.common import escape, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +79,5 @@ def _words(module: ModuleAudit, side: SideAudit | None) -> str:
 def _lag(side: SideAudit | None) -> str:
     if side is None:
         return ""
-    return (
-        "not known" if side.weight_lag is None else "current" if side.weight_lag == 0 else f"-{side.weight_lag} steps"
-    )
+    lag = side.weight_lag
+    return "not known" if lag is None else "current" if lag == 0 else f"-{lag} steps"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.terminal import escape, table
-from mxprobe.printable import printable
+from mxprobe.cli.common import escape, note, table, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,10 +59,11 @@ def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None
     if output is not None:
         from mxprobe_reports import write_comparison
 
-        write_comparison(*traces, comparison, output, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
+        with writing(output):
+            write_comparison(*traces, comparison, output, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
         click.echo(f"page: {output}", err=True)
     for warning in comparison.alignment.warnings:
-        click.echo(f"note: {printable(warning)}", err=True)
+        note(warning)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.terminal import table
+from mxprobe.cli.common import table
 from mxprobe.demo.runner import PROBE_EVERY, STEPS, WHAT_RUNS, DemoPaths, Scenario, Step, record, replay, require_trl
 from mxprobe.errors import UsageError
 from mxprobe.numbers import interval, number
@@ -17,7 +17,7 @@ from mxprobe.numbers import interval, number
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mxprobe.demo.loop import Foretold
+    from mxprobe.demo.second_run import Prediction
 
 
 @click.command("demo")
@@ -46,7 +46,7 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
     from mxprobe.cli import compare as compare_command
     from mxprobe.cli.recommend import show
     from mxprobe.comparison import compare
-    from mxprobe.demo.loop import foretell, mismatch_of
+    from mxprobe.demo.second_run import mismatch_of, predict
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
 
@@ -79,14 +79,14 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
         write_report(corrected, recommend(corrected), paths.second.report)
         compare_command.show(compare(trace, corrected))
         second = replay(chosen, paths.second, seed=seed, correction=paths.correction)
-        _show_foretold(foretell(first, second, (mismatch_of(trace), mismatch_of(corrected))))
+        _show_predictions(predict(first, second, (mismatch_of(trace), mismatch_of(corrected))))
 
     written = [paths.trace, paths.report, paths.second.trace, paths.second.report]
     status.print("\nwritten " + escape("\n        ".join(str(path) for path in written if path.exists())))
     status.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
 
 
-def _show_foretold(found: tuple[Foretold, ...]) -> None:
+def _show_predictions(found: tuple[Prediction, ...]) -> None:
     from rich.console import Console
 
     out = Console(highlight=False)

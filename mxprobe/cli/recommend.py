@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli import engines
-from mxprobe.cli.terminal import escape, table
+from mxprobe.cli.common import engine_option, escape, note, require_measurements, table
 from mxprobe.errors import UsageError
 from mxprobe.numbers import NOTHING, fixed, interval, number, percent, whole_percent
-from mxprobe.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +37,7 @@ _CAPTION = (
 
 @click.command("recommend")
 @click.argument("trace", type=click.Path(path_type=Path))
-@engines.option
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.recommend/1) on standard output.")
 @click.option(
     "--explain",
@@ -74,7 +72,6 @@ def command(
     different things.
     """
     from mxprobe.attribution import recommend
-    from mxprobe.cli.emptiness import require_measurements
     from mxprobe.config import load
     from mxprobe.trace import open_trace
 
@@ -84,10 +81,10 @@ def command(
         thresholds = thresholds.replace(device=device)
     recommendation = recommend(opened, thresholds, framework=framework, neighbours=as_json or explain)
     for problem in opened.problems:
-        click.echo(f"note: {printable(problem)}", err=True)
+        note(problem)
     events = opened.events()
     for event in events[events["kind"].astype(str) == "flight"].itertuples():
-        click.echo(f"note: flight recorder at step {event.step}: {printable(str(event.detail))}", err=True)
+        note(f"flight recorder at step {event.step}: {event.detail}")
     if as_json:
         click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
     else:
@@ -155,7 +152,7 @@ _LEFT_BY = {
 
 
 def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
-    """The curve around its knee, and the pattern list of the modules up to it."""
+    """Print the curve around its knee, and the pattern list of the modules up to it."""
     from rich.padding import Padding
 
     out.print(
@@ -180,7 +177,7 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
 
 
 def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
-    """The columns that the trace holds, then the others by the reason."""
+    """Print the columns that the trace holds, then the others by the reason for which they are withheld."""
     from rich.padding import Padding
 
     out.print(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.terminal import escape, table
+from mxprobe.cli.common import escape, note, table
 from mxprobe.errors import TraceError
 from mxprobe.numbers import NOTHING, fixed, interval, number, signed
 from mxprobe.printable import printable
@@ -46,7 +46,7 @@ def command(trace: Path, as_json: bool, show_all: bool) -> None:
     opened = open_trace(trace)
     summary = replay_summary(opened)
     for problem in opened.problems:
-        click.echo(f"note: {printable(problem)}", err=True)
+        note(problem)
     if summary is None:
         events = opened.events()
         said = events.loc[events["kind"].astype(str) == "sensitivity", "detail"].astype(str).tolist()
@@ -86,8 +86,8 @@ def show(summary: ReplaySummary, *, show_all: bool = False, console: Console | N
         holds = "holds" if summary.is_valid else "does not hold: effects interact, or are not small"
         out.print(f"\nDelta2 predicts a KL of {number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
     _show_gradients(out, summary, None if show_all else _MAX_ROWS)
-    for note in summary.notes:
-        out.print(f"[dim]note: {escape(note)}[/]")
+    for text in summary.notes:
+        out.print(f"[dim]note: {escape(text)}[/]")
 
 
 def _show_arms(out: Console, summary: ReplaySummary) -> None:

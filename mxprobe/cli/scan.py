@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxprobe.cli.terminal import escape, table
+from mxprobe.cli.common import escape, table
 from mxprobe.errors import EXIT_TRACE
 from mxprobe.numbers import fixed, number, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mxprobe.scan import ScanResult, ScanSettings
+    from mxprobe.scan.scanner import ScanResult
+    from mxprobe.scan.settings import ScanSettings
 
 _ARMS = {"q": "quantized", "qstar": "with ideal scales", "qstar_dz": "and no deadzone"}
 _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
@@ -25,9 +26,7 @@ _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
 @click.command("scan")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Trace to write; default NAME.mxprobe.")
-@click.option(
-    "--format", "format_", default="mxfp4", show_default=True, metavar="NAME", help="Number format to quantize to."
-)
+@click.option("--format", default="mxfp4", show_default=True, metavar="NAME", help="Number format to quantize to.")
 @click.option(
     "--rule", default="rceil", show_default=True, metavar="RULE", help="Scale rule of its power-of-two scales."
 )
@@ -60,16 +59,13 @@ def command(
     context: click.Context,
     checkpoint: Path,
     output: Path | None,
-    format_: str,
-    rule: str,
     whatifs: tuple[str, ...],
     no_whatif: bool,
-    whatif_elements: int,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     calibration: Path | None,
-    calibration_batches: int,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Decompose the quantization error of the weights in CHECKPOINT, a safetensors file or a HuggingFace directory.
 
@@ -86,20 +82,17 @@ def command(
     from rich.console import Console
 
     from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
-    from mxprobe.scan import ScanSettings
+    from mxprobe.scan.settings import ScanSettings
     from mxprobe.scan.summary import summarise
     from mxprobe.trace import open_trace
     from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
     settings = ScanSettings(
-        format=format_,
-        rule=rule,
+        **chosen,
         whatifs=() if no_whatif else whatifs or DEFAULT_WHATIFS,
-        whatif_elements=whatif_elements,
         include=include or ("*",),
         exclude=exclude or DEFAULT_EXCLUDE,
         calibration=str(calibration) if calibration else "",
-        calibration_batches=calibration_batches,
     )
     status = Console(stderr=True)
     directory = output or Path(f"{checkpoint.resolve().name.removesuffix('.safetensors')}.mxprobe")
@@ -121,7 +114,7 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
     from rich.filesize import decimal
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from mxprobe.scan import scan
+    from mxprobe.scan.scanner import scan
 
     columns = (
         BarColumn(),

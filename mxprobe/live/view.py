@@ -53,7 +53,7 @@ def render(
     height: int,
     ascii_only: bool = False,
 ) -> RenderableType:
-    """Return the whole picture, in at most `height` lines where that leaves room for one row."""
+    """Draw the whole picture, in at most `height` lines where that leaves room for one row."""
     symptoms = _symptoms(state, width, ascii_only=ascii_only)
     layers = select_layers(state.layer_table(), controls)
     spare = height - _FIXED_LINES - symptoms.row_count
@@ -100,7 +100,7 @@ def select_layers(table: pd.DataFrame, controls: Controls) -> pd.DataFrame:
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """Return the last values as bars, pooled into `width` means, between their own minimum and maximum."""
+    """Draw the last values, pooled into `width` means, between their own minimum and maximum."""
     data = np.asarray(values, dtype=float)
     data = data[np.isfinite(data)]
     if not data.size or width < 1:
@@ -198,5 +198,5 @@ def _footer(state: LiveState, controls: Controls, n_layers: int) -> Text:
 
 
 def _tail(name: str, width: int) -> str:
-    """Return a long name by its end: the layers differ there, and in the number before it."""
+    """Shorten a long name to its end: the layers differ there, and in the number before it."""
     return name if len(name) <= width else f"…{name[1 - width :]}"

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
-from mxprobe.attach.surroundings import Finding
+from mxprobe.attach.host_checks import HostCheck
+from mxprobe.demo.runner import running
 from mxprobe.errors import MxprobeError
 from mxprobe.trace import open_trace
 
-JOB = Path(__file__).with_name("job.py")
+JOB = Path(__file__).with_name("training_job.py")
 EVERY = 10
 """A denser schedule than a user's, so that a minute holds enough probed steps."""
 STEPS_BEFORE, STEPS_ATTACHED, STEPS_ALONE = 5, 20, 20
 N_ATTACHES = 4
-"""By the first way in, whose cost is measured; once by each other."""
+"""Attaches by the first way in, whose cost is measured; by each other way once."""
 T_975 = 3.182
 """Student's t, 3 degrees of freedom: the interval over `N_ATTACHES` ratios."""
 STEP_TIMEOUT_S = 60.0
@@ -41,11 +42,11 @@ class Step:
 
 @dataclass(frozen=True)
 class AttachedRun:
-    """What the job wrote, and when it was attached."""
+    """Holds what the job wrote, and when it was attached."""
 
     steps: list[Step]
     spans: list[tuple[int, int, int]]
-    """Of each attach: the first step that began after it was acknowledged, the one at which it was asked to leave, and
+    """For each attach: the first step that began after it was acknowledged, the one at which it was asked to leave, and
     the first that began after it had left."""
     traces: list[Path]
 
@@ -54,13 +55,13 @@ class AttachedRun:
         return sum(last - first for first, last, _ in self.spans)
 
 
-def check_attach(ways: Sequence[str], directory: Path) -> list[Finding]:
-    """Findings for each way in; the control is run once, for as many steps as the longest of them."""
+def check_attach(ways: Sequence[str], directory: Path) -> list[HostCheck]:
+    """Return findings for each way in; the control is run once, for as many steps as the longest of them."""
     attaches = [N_ATTACHES, *(1 for _ in ways[1:])]
     runs = {way: run_attached(way, directory / way, n) for way, n in zip(ways, attaches, strict=True)}
     n_steps = max(len(run.steps) for run in runs.values())
     alone = run_alone(n_steps, directory / "alone")
-    found: list[Finding] = []
+    found: list[HostCheck] = []
     for way, run in runs.items():
         found += [compare_bits(way, run, alone), _recorded(way, run)]
     found += [cost(runs[ways[0]]), *_memory(runs[ways[0]], alone)]
@@ -98,7 +99,7 @@ def run_alone(n_steps: int, directory: Path) -> list[Step]:
 
 
 class _Job:
-    def __init__(self, process: subprocess.Popen[str], log: Path, stop: Path, errors: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, stop: Path, errors: Path) -> None:
         self.process = process
         self._log, self._stop, self._errors = log, stop, errors
 
@@ -107,7 +108,7 @@ class _Job:
         return [_step(json.loads(line)) for line in lines]
 
     def wait_for(self, n_steps: int) -> None:
-        """Until the job has taken so many steps in all."""
+        """Wait until the job has taken so many steps in all."""
         seen, since = 0, time.monotonic()
         while seen < n_steps:
             time.sleep(0.05)
@@ -118,7 +119,7 @@ class _Job:
                 raise MxprobeError(
                     f"the selftest's own training job stopped after {seen} steps",
                     cause=self._errors.read_text()[-500:] or "no output",
-                    remedy="run it by hand: python -m mxprobe.selftest.job LOG STOP",
+                    remedy="run it by hand: python -m mxprobe.selftest.training_job LOG STOP",
                 )
 
     def finish(self) -> list[Step]:
@@ -132,13 +133,8 @@ def _job(directory: Path, prefix: Sequence[str]) -> Generator[_Job]:
     directory.mkdir(parents=True, exist_ok=True)
     log, stop, errors = directory / "steps.jsonl", directory / "stop", directory / "output.txt"
     command = [sys.executable, *prefix, str(JOB), str(log), str(stop)]
-    with open(errors, "w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, text=True)
-    try:
+    with running(command, errors) as process:
         yield _Job(process, log, stop, errors)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _step(line: dict[str, Any]) -> Step:
@@ -152,9 +148,11 @@ def _mxprobe(*arguments: str) -> None:
         raise MxprobeError(f"mxprobe {arguments[0]} failed: {done.stderr.strip()}")
 
 
-def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> Finding:
-    """Loss, parameters and random state of each step against the control's; a difference before the attach is none
-    of ours, and leaves the question open."""
+def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> HostCheck:
+    """Compare loss, parameters and random state of each step with the control's.
+
+    A difference before the attach is none of ours, and leaves the question open.
+    """
     n = min(len(run.steps), len(alone))
     states = ([(step.loss, step.digest) for step in steps[:n]] for steps in (run.steps, alone))
     parted = next((i for i, (ours, theirs) in enumerate(zip(*states, strict=True)) if ours != theirs), n)
@@ -162,13 +160,13 @@ def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> Finding:
     if parted == n:
         attached = f"{run.n_attached} of them attached ({len(run.spans)} x in and out)"
         detail = f"loss, parameters and random state of {n} steps, {attached}: identical"
-        return Finding(name, True, detail)
+        return HostCheck(name, True, detail)
     before = parted < run.spans[0][0]
     where = "before the attach: this machine does not repeat a run" if before else "after the attach"
-    return Finding(name, None if before else False, f"step {parted + 1} differs, {where}")
+    return HostCheck(name, None if before else False, f"step {parted + 1} differs, {where}")
 
 
-def _recorded(way: str, run: AttachedRun) -> Finding:
+def _recorded(way: str, run: AttachedRun) -> HostCheck:
     traces = [open_trace(path) for path in run.traces]
     operands = [trace.tensors() for trace in traces]
     swallowed = sum(int(trace.overhead()["n_errors"].max()) for trace in traces if len(trace.overhead()))
@@ -181,11 +179,11 @@ def _recorded(way: str, run: AttachedRun) -> Finding:
         f"{swallowed} exceptions swallowed",
     ]
     whole = all(trace.is_complete and len(rows) for trace, rows in zip(traces, operands, strict=True))
-    return Finding(f"trace, {way}", whole and not swallowed, ", ".join(parts))
+    return HostCheck(f"trace, {way}", whole and not swallowed, ", ".join(parts))
 
 
-def cost(run: AttachedRun) -> Finding:
-    """CPU time of the training thread against the steps of the same job right after the detach.
+def cost(run: AttachedRun) -> HostCheck:
+    """Compare the CPU time of the training thread with that of the steps of the same job right after the detach.
 
     Another process, or another minute, would be a comparison of two moods of the machine. What is still measured
     between the request to leave and the leaving is the cost of the steps before it.
@@ -197,7 +195,7 @@ def cost(run: AttachedRun) -> Finding:
         ratios.append(1 + extra_s / (last - first) / usual_s)
     mean, half = statistics.mean(ratios), T_975 * statistics.stdev(ratios) / len(ratios) ** 0.5
     wall_s = statistics.median(step.wall_s for step in run.steps)
-    return Finding(
+    return HostCheck(
         "cost",
         None,
         f"training thread {mean - 1:+.1%} CPU (95 %: {mean - half - 1:+.1%} to {mean + half - 1:+.1%}) with every "
@@ -205,11 +203,11 @@ def cost(run: AttachedRun) -> Finding:
     )
 
 
-def _memory(run: AttachedRun, alone: list[Step]) -> list[Finding]:
+def _memory(run: AttachedRun, alone: list[Step]) -> list[HostCheck]:
     if not torch.cuda.is_available():
         return []
     extra = (run.steps[-1].peak - alone[-1].peak) / 2**20
-    return [Finding("GPU memory", None, f"peak {extra:+.0f} MiB against the job alone")]
+    return [HostCheck("GPU memory", None, f"peak {extra:+.0f} MiB against the job alone")]
 
 
 def temporary() -> tempfile.TemporaryDirectory[str]:

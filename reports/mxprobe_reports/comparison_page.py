@@ -109,7 +109,7 @@ class ComparisonPage:
 
 
 def write_comparison(a: Trace, b: Trace, comparison: Comparison, path: Path, *, command_line: str = "") -> None:
-    """Write the page to `path`, whole or not at all. UsageError when the place cannot be written."""
+    """Write the page to `path`, whole or not at all. OSError when the place cannot be written."""
     shell.write(path, ComparisonPage.of(a, b, comparison).render(command_line=command_line))
 
 

@@ -13,7 +13,7 @@ from mxprobe.attribution.gaussian import GaussianReference, gaussian_reference
 from mxprobe.attribution.words import ROLE_LABELS
 from mxprobe.numbers import power
 from mxprobe.schema import Component, Rule
-from mxprobe.trace.columns import Array
+from mxprobe.trace.column_arrays import Array
 
 from . import names, packing, whatifs
 from .gaussian_bands import bands

@@ -11,7 +11,7 @@ import pandas as pd
 
 from mxprobe.attribution import ratios
 from mxprobe.schema import DELTA_BINS, Phase, Role
-from mxprobe.trace.columns import Array, Indices, codes, names_of, numbers
+from mxprobe.trace.column_arrays import Array, Indices, codes, names_of, numbers
 
 from . import names, packing
 from .rows import Rows, add_by, all_finite

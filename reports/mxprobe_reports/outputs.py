@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.schema import Phase
-from mxprobe.trace.columns import Array, Indices, codes, names_of, numbers
+from mxprobe.trace.column_arrays import Array, Indices, codes, names_of, numbers
 
 from . import packing
 from .rows import Rows, add_by, ratio

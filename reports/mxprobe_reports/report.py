@@ -178,7 +178,7 @@ def write_report(
     """Write the page of a trace to `path`, whole or not at all; B is laid over it where there is one.
 
     Raises:
-        UsageError: the place cannot be written.
+        OSError: the place cannot be written.
     """
     other = None if b is None else (Inputs.from_trace(b[0], b[1]), b[2])
     report = Report.of(Inputs.from_trace(trace, recommendation), b=other)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from mxprobe.trace import Trace
 from mxprobe.trace.chunks import chunks
-from mxprobe.trace.columns import Array, Indices
+from mxprobe.trace.column_arrays import Array, Indices
 
 
 class Rows:

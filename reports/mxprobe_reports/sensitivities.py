@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
-from mxprobe.trace.columns import Array
+from mxprobe.trace.column_arrays import Array
 
 from .operands import Operands
 

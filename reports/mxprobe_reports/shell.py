@@ -10,8 +10,6 @@ from typing import Any
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from mxprobe.errors import UsageError
-
 from .rendering import asset, render
 
 SCRIPTS = ("numbers.js", "data.js", "charts.js", "page.js")
@@ -63,17 +61,10 @@ def page(
 
 
 def write(path: Path, text: str) -> None:
-    """Write a page to `path`, whole or not at all. UsageError when the place cannot be written."""
+    """Write a page to `path`, whole or not at all. OSError when the place cannot be written."""
     partial = path.with_name(f".{path.name}.part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}",
-            cause="the directory does not exist, or is not writable",
-            remedy="name another file with -o",
-        ) from None
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def embed(data: dict[str, Any]) -> Markup:

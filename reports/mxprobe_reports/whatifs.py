@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mxprobe.trace.columns import Array, Indices, codes, names_of, numbers
+from mxprobe.trace.column_arrays import Array, Indices, codes, names_of, numbers
 
 from . import names
 from .operands import Operands, Scan

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from mxprobe import listener
-from mxprobe.attach.recorder import RunTrace, TraceRecorder
 from mxprobe.attach.server import ControlServer, Event
+from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.errors import TraceError
 from mxprobe.protocol import encode
 from mxprobe.schema import TABLES

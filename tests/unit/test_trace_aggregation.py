@@ -13,7 +13,8 @@ import pytest
 from mxprobe.attribution import recommend
 from mxprobe.errors import UsageError
 from mxprobe.trace import TraceWriter, open_trace
-from mxprobe.trace.aggregation import BIN, COUNT, ENGINES, Aggregation
+from mxprobe.trace.aggregation import BIN, COUNT, Aggregation
+from mxprobe.trace.summing import ENGINES
 from tests import synthetic
 
 BY_BIN = Aggregation(
@@ -132,6 +133,6 @@ def test_ray_gives_the_same_bits(directory: Path, tmp_path: Path) -> None:
 
 
 def test_every_engine_is_offered_by_the_command_line() -> None:
-    from mxprobe.cli import engines
+    from mxprobe.cli import common
 
-    assert engines.ENGINES == ENGINES
+    assert common.ENGINES == ENGINES
