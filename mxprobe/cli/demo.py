@@ -96,7 +96,7 @@ def _show_predictions(found: tuple[Prediction, ...]) -> None:
             number(each.before),
             interval(each.predicted, each.low, each.high),
             number(each.after),
-            str(each.moved),
+            str(each.outcome),
         )
         for each in found
     ]
