@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.common import escape, folded, table
+from mxprobe.cli.common import escape, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,17 +58,16 @@ def show(result: Audit, *, show_all: bool = False, console: Console | None = Non
 
 
 def _modules(result: Audit, *, show_all: bool) -> Table:
-    shown = table(*map(folded, ("module", "class", "dtype", "training", "rollout", "weights")))
     groups: dict[tuple[str, ...], list[str]] = {}
     for module in result.modules:
         key = (module.class_name, module.dtype, _words(module, module.train), _words(module, module.rollout))
-        groups.setdefault((*key, _lag(module.rollout), module.module if show_all else module.kind), []).append(
-            module.module
-        )
-    for (*cells, _), names in groups.items():
-        name = names[0] if len(names) == 1 else f"{len(names)} x {names[0].rpartition('.')[2]}"
-        shown.add_row(*map(escape, (name, *cells)))
-    return shown
+        group = (*key, _lag(module.rollout), module.module if show_all else module.kind)
+        groups.setdefault(group, []).append(module.module)
+    rows = [
+        (names[0] if len(names) == 1 else f"{len(names)} x {names[0].rpartition('.')[2]}", *cells)
+        for (*cells, _), names in groups.items()
+    ]
+    return table(("module", "class", "dtype", "training", "rollout", "weights"), rows)
 
 
 def _words(module: ModuleAudit, side: SideAudit | None) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,7 +13,7 @@ from mxprobe.errors import TraceError, UsageError
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
-    from rich.table import Column, Table
+    from rich.table import Table
 
     from mxprobe.trace import Trace
 
@@ -31,37 +31,45 @@ engine_option = click.option(
 )
 
 
-def escape(text: str, *, keep: str = "") -> str:
-    """Return the text so that it is neither markup to rich nor commands to the terminal; see `printable`."""
+def escape(text: str) -> str:
+    """Return the text so that it is neither markup to rich nor a command to the terminal."""
     from rich.markup import escape
 
-    return escape(printable(text, keep=keep))
+    return escape(printable(text, keep="\n"))
 
 
 def note(text: str) -> None:
     click.echo(f"note: {printable(text)}", err=True)
 
 
-def table(*columns: Column | str, **style: Any) -> Table:
-    """Return an empty table with a line below its heading."""
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Collection[int] = (),
+    bold: Collection[int] = (),
+    is_lined: bool = True,
+    legend: str = "",
+) -> Table:
+    """Return a rich table of escaped text.
+
+    Columns in `right` are aligned right and not wrapped, the others fold. Rows in `bold` are bold. A table with a
+    `legend` below it is a wide one, drawn narrow.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    look: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, **style}
-    return Table(*columns, **look)
-
-
-def right(name: str) -> Column:
-    """Return a column of numbers, which must not be cut off."""
-    from rich.table import Column
-
-    return Column(name, justify="right", no_wrap=True)
-
-
-def folded(name: str) -> Column:
-    from rich.table import Column
-
-    return Column(name, overflow="fold")
+    drawn = Table(box=SIMPLE_HEAD if is_lined else None, pad_edge=False)
+    if legend:
+        drawn.padding, drawn.caption, drawn.caption_justify = (0, 1, 0, 0), escape(legend), "left"
+    for position, name in enumerate(head):
+        if position in right:
+            drawn.add_column(escape(name), justify="right", no_wrap=True)
+        else:
+            drawn.add_column(escape(name), overflow="fold")
+    for position, row in enumerate(rows):
+        drawn.add_row(*map(escape, row), style="bold" if position in bold else None)
+    return drawn
 
 
 @contextmanager

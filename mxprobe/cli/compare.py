@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.common import escape, folded, note, table, writing
+from mxprobe.cli.common import escape, note, table, writing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    from mxprobe.comparison import Comparison
-    from mxprobe.comparison.levels import ErrorChange, SignalChange
-    from mxprobe.comparison.provenance import ConfigChange
+    from mxprobe.comparison import Comparison, tables
 
 _ERRORS_SHOWN = 12
-_LONGEST_VALUE = 60
-_escape = partial(escape, keep="\n")
+_LONGEST_CELL = 60
 
 
 @click.command("compare")
@@ -81,77 +74,33 @@ def show(comparison: Comparison, *, show_all: bool = False, console: Console | N
     """Print a comparison to standard output, or to the console given."""
     from rich.console import Console
 
+    from mxprobe.comparison import tables
+
     out = console or Console(highlight=False)
-    steps = comparison.alignment.a
-    unit = comparison.alignment.unit
-    aligned = (
-        f"{unit} {steps.first} to {steps.last} of both" if comparison.alignment.is_aligned else "each over its own"
-    )
-    out.print(f"A  {_escape(comparison.a)}\nB  {_escape(comparison.b)}  ({aligned})\n", soft_wrap=True)
-    out.print(f"[bold]{_escape(comparison.headline)}[/]\n")
-    out.print(_escape(comparison.prediction.text))
+    alignment = comparison.alignment
+    words = f"{alignment.unit} {alignment.a.words} of both" if alignment.is_aligned else "each over its own"
+    out.print(f"A  {escape(comparison.a)}\nB  {escape(comparison.b)}  ({words})\n", soft_wrap=True)
+    out.print(f"[bold]{escape(comparison.headline)}[/]\n")
+    out.print(escape(comparison.prediction.text))
     if comparison.config:
         out.print("\n[bold]What was different[/]")
-        out.print(_config(comparison.config))
+        out.print(_drawn(tables.settings(comparison)))
     if comparison.signals:
         out.print("\n[bold]Metrics[/] [dim]mean of the last quarter; trend over all of them[/]")
-        out.print(_signals(comparison.signals))
-    _print_errors(comparison.errors, out, show_all=show_all)
-
-
-def _print_errors(errors: Sequence[ErrorChange], out: Console, *, show_all: bool) -> None:
-    clear = [each for each in errors if each.is_clear]
-    clear.sort(key=lambda each: -abs(math.log(each.ratio)))
-    shown = list(errors) if show_all else clear[:_ERRORS_SHOWN]
-    counted = f"{len(clear)} of {len(errors)} changed clearly"
+        out.print(_drawn(tables.metrics(comparison)))
+    clear, n_errors = tables.clear_errors(comparison), len(comparison.errors)
+    shown = comparison.errors if show_all else clear[:_ERRORS_SHOWN]
+    counted = f"{len(clear)} of {n_errors} changed clearly"
     out.print(f"\n[bold]Errors[/] [dim]relative, squared; geometric mean over probed steps; {counted}[/]")
     if shown:
-        out.print(_errors(shown))
-    if len(shown) < len(errors):
-        out.print(f"[dim]{len(errors) - len(shown)} more: --all[/]")
+        out.print(_drawn(tables.errors(shown)))
+    if len(shown) < n_errors:
+        out.print(f"[dim]{n_errors - len(shown)} more: --all[/]")
 
 
-def _config(changes: Sequence[ConfigChange]) -> Table:
-    shown = _table("", "A", "B", "from")
-    for change in changes:
-        shown.add_row(*map(_escape, (change.name, _cut(change.a), _cut(change.b), change.origin)))
-    return shown
-
-
-def _signals(changes: Sequence[SignalChange]) -> Table:
-    shown = _table("", "A", "B", "B - A [95 %]", "trend A", "trend B", right=(1, 2, 3))
-    for each in changes:
-        low, high = each.change.low, each.change.high
-        interval = rf"{each.change.difference:+.3g} \[{low:+.3g}, {high:+.3g}]"
-        style = "bold" if each.change.is_clear else None
-        cells = (f"{each.a.mean:.4g}", f"{each.b.mean:.4g}", interval, each.trend_a, each.trend_b)
-        shown.add_row(_escape(each.metric), *cells, style=style)
-    return shown
-
-
-def _errors(changes: Sequence[ErrorChange]) -> Table:
-    shown = _table("", "operand", "modules", "phase", "A", "B", "B / A [95 %]", right=(4, 5, 6))
-    for each in changes:
-        ratio = (
-            rf"{each.ratio:.2f} \[{each.ratio_low:.2f}, {each.ratio_high:.2f}]" if math.isfinite(each.ratio) else "-"
-        )
-        cells = (each.measure.replace("_", " "), each.role, each.kind, each.phase)
-        shown.add_row(
-            *map(_escape, cells), _level(each.a), _level(each.b), ratio, style="bold" if each.is_clear else None
-        )
-    return shown
-
-
-def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
-    headed = table(*map(folded, columns))
-    for position in right:
-        headed.columns[position].justify = "right"
-    return headed
-
-
-def _level(value: float) -> str:
-    return "-" if math.isnan(value) else "< 1e-6" if value < 1e-6 else f"{value:.3g}"
+def _drawn(shown: tables.Table) -> RichTable:
+    return table(shown.head, [[_cut(cell) for cell in row] for row in shown.rows], right=shown.numeric, bold=shown.bold)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.common import engine_option, escape, note, require_measurements, right, table
+from mxprobe.cli.common import engine_option, escape, note, require_measurements, table
 from mxprobe.errors import UsageError
+from mxprobe.numbers import NOTHING, fixed, interval, number, percent, whole_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +27,6 @@ _KEY_EVIDENCE = (
     "where",
 )
 _SHORT_SNIPPET_LINES = 12
-_escape = partial(escape, keep="\n")
 _AFTER_KNEE, _MAX_POINTS = 3, 24
 _CAPTION = (
     "gain: part of the GEMM-output error removed, measured; held: on steps that did not choose; recovery: part of the "
@@ -107,39 +105,40 @@ def show(
     agreement, coverage = recommendation.agreement, recommendation.coverage
     words, headline = recommendation.plain_words, recommendation.headline
     title = headline if headline.casefold().startswith(words.casefold()) else f"{words.upper()}: {headline}"
-    out.print(f"[bold]{_escape(title)}[/]\n")
-    stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
-    seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
+    out.print(f"[bold]{escape(title)}[/]\n")
+    stable = "unknown" if agreement.value is None else fixed(agreement.value)
+    seen = "unknown" if coverage.flops_frac is None else whole_percent(coverage.flops_frac)
     seen = f"seen {seen}" if not coverage.because else f"0 % covered, because {coverage.because}"
-    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {_escape(seen)}\n")
+    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {escape(seen)}\n")
     for item in recommendation.evidence:
         if explain or item.name.startswith(_KEY_EVIDENCE):
             mark = {True: "yes", False: "no", None: ""}[item.holds]
-            gate = "" if item.threshold is None else f" [dim](gate {item.threshold:.3g}{': ' if mark else ''}{mark})[/]"
-            out.print(Padding(f"[dim]{item.certainty}:[/] {_escape(item.text)}{gate}", (0, 0, 0, 2)))
+            gate = f"gate {number(item.threshold)}{': ' if mark else ''}{mark}"
+            gate = "" if item.threshold is None else f" [dim]({gate})[/]"
+            out.print(Padding(f"[dim]{item.certainty}:[/] {escape(item.text)}{gate}", (0, 0, 0, 2)))
     if recommendation.corrections:
         out.print()
         out.print(_corrections(recommendation))
-    out.print(f"\n[bold]What would change this.[/] {_escape(recommendation.what_would_change)}")
+    out.print(f"\n[bold]What would change this.[/] {escape(recommendation.what_would_change)}")
     snippet = recommendation.snippet
     if snippet is not None:
         if with_snippet or snippet.text.count("\n") <= _SHORT_SNIPPET_LINES:
-            out.print(f"\n[bold]Snippet[/] ({_escape(snippet.framework)}, {_escape(snippet.language)})")
-            out.print(_escape(snippet.text), soft_wrap=True)
+            out.print(f"\n[bold]Snippet[/] ({escape(snippet.framework)}, {escape(snippet.language)})")
+            out.print(escape(snippet.text), soft_wrap=True)
         else:
-            how = f"mxprobe recommend TRACE --framework {_escape(snippet.framework)}"
+            how = f"mxprobe recommend TRACE --framework {escape(snippet.framework)}"
             out.print(f"\nThe code that switches it on: [bold]{how}[/]")
     if explain:
         for curve in recommendation.exclusion:
             _show_exclusion(out, curve)
         if recommendation.updates is not None:
             out.print("\n[bold]Do updates reach the quantized weights?[/]")
-            out.print(Padding(_escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
+            out.print(Padding(escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
         if recommendation.neighbours:
             _show_neighbours(out, recommendation.neighbours)
         out.print("\n[bold]Caveats[/]")
         for caveat in recommendation.caveats:
-            out.print(Padding(f"- {_escape(caveat)}", (0, 0, 0, 2)))
+            out.print(Padding(f"- {escape(caveat)}", (0, 0, 0, 2)))
         out.print("\n[bold]Thresholds[/]")
         out.print(Padding(", ".join(f"{k} = {v}" for k, v in vars(recommendation.thresholds).items()), (0, 0, 0, 2)))
     elif recommendation.caveats:
@@ -156,11 +155,8 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
     """Print the curve around its knee, and the pattern list of the modules up to it."""
     from rich.padding import Padding
 
-    from mxprobe.attribution.words import number
-
-    kept_in = "BF16" if curve.keep == "keep_high_precision" else curve.keep.upper()
     out.print(
-        f"\n[bold]Keeping modules in {kept_in}[/]: predicted KL against share of forward GEMM work "
+        f"\n[bold]Keeping modules in {curve.kept_in}[/]: predicted KL against share of forward GEMM work "
         f"(Delta2 of {curve.n_microbatches} microbatches{_LEFT_BY.get(curve.left_by, '')})"
     )
     last = len(curve.points) - 1
@@ -172,19 +168,17 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
         point = curve.points[k]
         gap = "[dim]...[/]\n" if k > before + 1 else ""
         mark = " [bold]<- knee[/]" if k == curve.knee else ""
-        text = f"{gap}{k:>4}  {100 * point.flops_frac:5.1f} %  {number(point.predicted_kl):>8} nats  "
-        out.print(Padding(f"{text}{_escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
+        text = f"{gap}{k:>4}  {percent(point.flops_frac):>7}  {number(point.predicted_kl):>8} nats  "
+        out.print(Padding(f"{text}{escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
         before = k
     if curve.patterns:
-        out.print(f"  exactly these, as {_escape(curve.framework)} spells it:")
-        out.print(_escape(json.dumps(list(curve.patterns))), soft_wrap=True)
+        out.print(f"  exactly these, as {escape(curve.framework)} spells it:")
+        out.print(escape(json.dumps(list(curve.patterns))), soft_wrap=True)
 
 
 def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
     """Print the columns that the trace holds, then the others by the reason for which they are withheld."""
     from rich.padding import Padding
-
-    from mxprobe.attribution.words import number
 
     out.print(
         "\n[bold]What neighbouring papers measure[/]: median over modules \\[middle 80 %]; no part of the verdict"
@@ -196,11 +190,11 @@ def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
             continue
         spread = f" \\[{number(column.low or 0.0)}, {number(column.high or 0.0)}]" if column.n > 1 else ""
         unit = f" {column.unit}" if column.unit in ("dB", "loss") else ""
-        where = f"; largest: {_escape(column.largest)}" if column.n > 1 else ""
-        about = f"[dim]{_escape(column.definition)} ({_escape(column.source)}){where}[/]"
+        where = f"; largest: {escape(column.largest)}" if column.n > 1 else ""
+        about = f"[dim]{escape(column.definition)} ({escape(column.source)}){where}[/]"
         out.print(Padding(f"{column.name} {number(column.median)}{spread}{unit}  {about}", (0, 0, 0, 2)))
     for why, names in withheld.items():
-        out.print(Padding(f"withheld: {', '.join(names)}: {_escape(why)}", (0, 0, 0, 2)))
+        out.print(Padding(f"withheld: {', '.join(names)}: {escape(why)}", (0, 0, 0, 2)))
 
 
 def _parse(text: str) -> tuple[str, float]:
@@ -212,43 +206,29 @@ def _parse(text: str) -> tuple[str, float]:
 
 
 def _corrections(recommendation: Recommendation) -> Table:
-    from rich.table import Column
-
-    shown = table(
-        Column("correction", no_wrap=True),
-        *map(right, (_escape("gain [95 %]"), "held", "recovery", "cost")),
-        Column("opt", no_wrap=True),
-        "",  # the one that wraps where the terminal is narrow: no number may be cut off
-        padding=(0, 1, 0, 0),
-        caption=_CAPTION,
-        caption_justify="left",
-    )
-    tiers = {score.correction: score.tier for score in recommendation.corrections}
-    last = [name for name, tier in tiers.items() if tier == 1][-1:]
-    for score in recommendation.corrections:
-        chosen = score.correction in recommendation.chosen
-        cells = (
-            _escape(score.correction) + ("*" if score.is_pareto else ""),
-            _gain(score),
-            _two(score.held_out_gain),
-            _two(score.recovery),
-            f"{score.cost_gemm:.2g}",
-            {True: "yes", False: "no", None: "-"}[score.engine_has_it],
-            _remark(score, is_chosen=chosen),
+    # The last column wraps where the terminal is narrow: no number may be cut off.
+    head = ("correction", "gain [95 %]", "held", "recovery", "cost", "opt", "")
+    scores = recommendation.corrections
+    rows = [
+        (
+            score.correction + ("*" if score.is_pareto else ""),
+            interval(score.gain, score.gain_low, score.gain_high, fixed),
+            fixed(score.held_out_gain),
+            whole_percent(score.recovery),
+            fixed(score.cost_gemm),
+            {True: "yes", False: "no", None: NOTHING}[score.engine_has_it],
+            _remark(score, is_chosen=score.correction in recommendation.chosen),
         )
-        shown.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)
-    return shown
-
-
-def _gain(score: CorrectionScore) -> str:
-    """Return for example `0.70 [0.64, 0.77]`, its bracket kept from rich."""
-    if not (math.isfinite(score.gain_low) and math.isfinite(score.gain_high)):
-        return _two(score.gain)
-    return rf"{_two(score.gain)} \[{_two(score.gain_low)}, {_two(score.gain_high)}]"
-
-
-def _two(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
+        for score in scores
+    ]
+    bold = {i for i, score in enumerate(scores) if score.correction in recommendation.chosen}
+    drawn = table(head, rows, right=(1, 2, 3, 4), bold=bold, legend=_CAPTION)
+    for i in (0, 5):
+        drawn.columns[i].no_wrap = True
+    last = [i for i, score in enumerate(scores) if score.tier == 1][-1:]
+    for i in last:
+        drawn.rows[i].end_section = True
+    return drawn
 
 
 def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:

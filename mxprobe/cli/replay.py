@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli.common import escape, note, right, table
+from mxprobe.cli.common import escape, note, table
 from mxprobe.errors import TraceError
+from mxprobe.numbers import NOTHING, fixed, interval, number, signed
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
@@ -77,65 +77,51 @@ def show(summary: ReplaySummary, *, show_all: bool = False, console: Console | N
         ("weight gradients' squared error", summary.gradient_split, summary.gradient_structure),
     ):
         if split:
-            parts = ", ".join(f"{part} {_estimate(value)}" for part, value in split.items())
+            parts = ", ".join(f"{part} {escape(_estimate(value))}" for part, value in split.items())
             out.print(f"\n[bold]Split of the {name}[/] (sequential, sums to 1): {parts}")
         if structure:
-            parts = ", ".join(f"{control} {_estimate(value)}" for control, value in structure.items())
+            parts = ", ".join(f"{control} {escape(_estimate(value))}" for control, value in structure.items())
             out.print(f"  relative to its controls (1: only the size of the error matters): {parts}")
     if summary.predicted_kl is not None:
         holds = "holds" if summary.is_valid else "does not hold: effects interact, or are not small"
-        out.print(f"\nDelta2 predicts a KL of {_number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
+        out.print(f"\nDelta2 predicts a KL of {number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
     _show_gradients(out, summary, None if show_all else _MAX_ROWS)
     for text in summary.notes:
         out.print(f"[dim]note: {escape(text)}[/]")
 
 
 def _show_arms(out: Console, summary: ReplaySummary) -> None:
-    from rich.table import Column
-
-    shown = table(
-        Column("arm", no_wrap=True),
-        *map(right, ("KL, nats/token", "gain \\[95 %]", "predicted", "entropy", "dW error")),
-        padding=(0, 1, 0, 0),
-        caption=escape(_LEGEND),
-        caption_justify="left",
-    )
-    for arm in summary.arms:
-        shown.add_row(
-            escape(arm.arm),
-            _number(arm.kl.value),
+    head = ("arm", "KL, nats/token", "gain [95 %]", "predicted", "entropy", "dW error")
+    rows = [
+        (
+            arm.arm,
+            number(arm.kl.value),
             _estimate(arm.gain),
-            "-" if arm.predicted_gain is None else f"{arm.predicted_gain:.2f}",
-            "-" if math.isnan(arm.entropy_shift) else f"{arm.entropy_shift:+.4f}",
-            "-" if arm.gradient_error is None else _number(arm.gradient_error.value),
+            fixed(arm.predicted_gain),
+            signed(arm.entropy_shift),
+            number(None if arm.gradient_error is None else arm.gradient_error.value),
         )
-    out.print(shown)
+        for arm in summary.arms
+    ]
+    out.print(table(head, rows, right=range(1, 6), legend=_LEGEND))
 
 
 def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> None:
     if summary.gradients:
         out.print("\n[bold]Weight gradients as it rounds now[/]: relative L2, cosine, log2 norm ratio, projection gain")
         for row in summary.gradients[:limit]:
-            numbers = f"{row.relative_l2:.3f}  {row.cosine:.3f}  {row.log2_norm_ratio:+.3f}  {row.projection_gain:.3f}"
+            values = (row.relative_l2, row.cosine, row.log2_norm_ratio, row.projection_gain)
+            numbers = "  ".join(f"{fixed(value, 3):>6}" for value in values)
             out.print(f"  {numbers}  {escape(row.module)}", soft_wrap=True)
     if summary.operands:
         method = summary.operands[0].method.replace("_", " ")
         out.print(f"\n[bold]Operands by what their error does to all weight gradients[/] (relative L2, by {method})")
         for operand in summary.operands[:limit]:
-            out.print(f"  {operand.relative_l2:.4f}  {escape(operand.module)} {operand.role}", soft_wrap=True)
+            out.print(f"  {fixed(operand.relative_l2, 4)}  {escape(operand.module)} {operand.role}", soft_wrap=True)
     left = max((len(rows) - (limit or len(rows)) for rows in (summary.gradients, summary.operands)), default=0)
     if left > 0:
         out.print("[dim]more: --all[/]")
 
 
 def _estimate(value: Estimate | None) -> str:
-    """Return for example `0.64 [0.60, 0.68]`, its bracket kept from rich."""
-    if value is None:
-        return "-"
-    if not (math.isfinite(value.low) and math.isfinite(value.high)):
-        return f"{value.value:.2f}"
-    return rf"{value.value:.2f} \[{value.low:.2f}, {value.high:.2f}]"
-
-
-def _number(value: float) -> str:
-    return f"{value:.2e}" if math.isfinite(value) else "-"
+    return NOTHING if value is None else interval(value.value, value.low, value.high, fixed)

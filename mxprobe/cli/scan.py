@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mxprobe.cli.common import folded, right, table
+from mxprobe.cli.common import escape, table
 from mxprobe.errors import EXIT_TRACE
+from mxprobe.numbers import fixed, number, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Column
 
     from mxprobe.scan.scanner import ScanResult
     from mxprobe.scan.settings import ScanSettings
@@ -80,7 +80,6 @@ def command(
     Exits 3 when a file or a tensor could not be read; the rest is scanned.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
     from mxprobe.scan.settings import ScanSettings
@@ -113,7 +112,6 @@ def command(
 
 def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, status: Console) -> ScanResult:
     from rich.filesize import decimal
-    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from mxprobe.scan.scanner import scan
@@ -145,46 +143,32 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
             raise
 
 
-def _numbers(*names: str) -> list[Column]:
-    from rich.table import Column
-
-    return [Column(name, justify="right") for name in names]
-
-
-def _print_table(
-    out: Console, columns: Iterable[Column | str], rows: Iterable[Iterable[str]], below: Iterable[str] = ()
-) -> None:
-    shown = table(*columns, box=None)
-    for row in rows:
-        shown.add_row(*row)
-    out.print(shown)
-    for line in below:
-        out.print(line)
-    out.print()
-
-
 def _show(summary: dict[str, Any], out: Console) -> None:
-    from rich.markup import escape
-
     directions = summary["directions"]
-    headings = [_DIRECTIONS[direction["role"]] for direction in directions]
+    named = [_DIRECTIONS[direction["role"]] for direction in directions]
     if directions:
-        rows = ((label, *map(cell, directions)) for label, cell in _LINES.items())
-        note = "[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]"
-        _print_table(out, ("all weights", *_numbers(*headings)), rows, [note])
+        rows = [(label, *map(cell, directions)) for label, cell in _LINES.items()]
+        _print_table(out, ["all weights", *named], rows)
+        out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]\n")
     if any(direction["corrections"] for direction in directions):
         first = directions[0]["corrections"]
-        names = sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0)
-        rows = ((name, *(_fixed(3)(each["corrections"].get(name)) for each in directions)) for name in names)
-        _print_table(out, ("error left by", *_numbers(*headings)), rows)
+        tried = sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0)
+        rows = [(name, *(fixed(each["corrections"].get(name), 3) for each in directions)) for name in tried]
+        _print_table(out, ["error left by", *named], rows)
+        out.print()
     if summary["worst"]:
-        shares = ("sqnr_db", "scale", "deadzone", "grid")
-        rows = (
-            (escape(row["module"]), row["role"], *(_fixed(2)(row[n]) for n in shares), _percent(row["zero_frac"]))
+        rows = [
+            (
+                row["module"],
+                row["role"],
+                *(fixed(row[name]) for name in ("sqnr_db", "scale", "deadzone", "grid")),
+                percent(row["zero_frac"]),
+            )
             for row in summary["worst"]
-        )
-        numbers = map(right, ("SQNR dB", "scale", "deadzone", "grid", "zeros"))
-        _print_table(out, (folded("worst weights"), "role", *numbers), rows)
+        ]
+        head = ["worst weights", "role", "SQNR dB", "scale", "deadzone", "grid", "zeros"]
+        _print_table(out, head, rows, n_left=2)
+        out.print()
     if summary["calibration"]:
         _show_calibration(summary["calibration"], summary["modules"].get("probed", 0), out)
     for name, count in summary["quantized"].items():
@@ -195,8 +179,6 @@ def _show(summary: dict[str, Any], out: Console) -> None:
 
 
 def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> None:
-    from rich.markup import escape
-
     inputs, activations = found["inputs"], found["activations"]
     said = f"{inputs['n_sequences']} of {inputs['n_available']} sequences, {inputs['n_tokens']:,} tokens"
     out.print(f"[bold]calibration[/]: {said}, through {escape(inputs['model'])}")
@@ -204,46 +186,37 @@ def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> No
         out.print(f"{inputs['n_modules']} of {n_weights} weights belong to Linears; the others stay in high precision")
     if activations:
         errors = activations["output_error"]
-        both = " / ".join(_percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
+        both = " / ".join(percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
         rows = [(label, cell(activations)) for label, cell in _LINES.items()]
         rows.append(("error of the output, by X / by W", both))
-        _print_table(out, ("all inputs of Linears", *_numbers("sampled rows")), rows)
-        rows = (
-            (escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
-            for row in found["worst_outputs"]
-        )
-        _print_table(out, (folded("worst products"), *_numbers("error of the output by X", "zeros in X")), rows)
+        _print_table(out, ["all inputs of Linears", "sampled rows"], rows)
+        out.print()
+        rows = [(r["module"], percent(r["output_error"]), percent(r["zero_frac"])) for r in found["worst_outputs"]]
+        _print_table(out, ["worst products", "error of the output by X", "zeros in X"], rows)
+        out.print()
     if found["kl"] is None:
         out.print(f"{escape(inputs['model'])} has no next-token distribution: no Delta2, no KL")
         return
-    columns = (folded("what moves the model"), "role", *_numbers("predicted KL, nats per token"))
-    rows = ((escape(row["module"]), row["role"], _scientific(row["predicted_kl"])) for row in found["most_sensitive"])
-    arms = ", ".join(f"{_ARMS.get(arm, arm)} {_scientific(kl)}" for arm, kl in found["kl"].items())
-    below = [f"KL of the model against itself as it is: {escape(arms)} nats per token"]
+    rows = [(row["module"], row["role"], number(row["predicted_kl"])) for row in found["most_sensitive"]]
+    _print_table(out, ["what moves the model", "role", "predicted KL, nats per token"], rows, n_left=2)
+    arms = ", ".join(f"{_ARMS.get(arm, arm)} {number(kl)}" for arm, kl in found["kl"].items())
+    out.print(f"KL of the model against itself as it is: {escape(arms)} nats per token")
     if not found["is_first_order"]:
-        below.append("[yellow]the single effects do not add up to it[/]: read their order, not their size")
-    _print_table(out, columns, rows, below)
+        out.print("[yellow]the single effects do not add up to it[/]: read their order, not their size")
+    out.print()
 
 
-def _scientific(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2e}"
-
-
-def _fixed(digits: int) -> Callable[[float | None], str]:
-    return lambda value: "-" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+def _print_table(out: Console, head: list[str], rows: list[Any], *, n_left: int = 1) -> None:
+    out.print(table(head, rows, right=range(n_left, len(head)), is_lined=False))
 
 
 _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "elements": lambda d: f"{d['n']:,}",
-    "SQNR (Gaussian)": lambda d: f"{_fixed(2)(d['sqnr_db'])} dB ({_fixed(2)(d['gaussian_sqnr_db'])})",
-    "rounded to zero (Gaussian)": lambda d: f"{_percent(d['zero_frac'])} ({_percent(d['gaussian_zero_frac'])})",
-    "clipped": lambda d: _percent(d["saturated_frac"]),
-    "scale / deadzone / grid": lambda d: " / ".join(_fixed(3)(d[n]) for n in ("scale", "deadzone", "grid")),
-    "raw, as in the paper": lambda d: " / ".join(_fixed(3)(d[f"raw_{n}"]) for n in ("scale", "deadzone", "grid")),
-    "cos(scale, grid)": lambda d: _fixed(3)(d["cos_scale_grid"]),
+    "SQNR (Gaussian)": lambda d: f"{fixed(d['sqnr_db'])} dB ({fixed(d['gaussian_sqnr_db'])})",
+    "rounded to zero (Gaussian)": lambda d: f"{percent(d['zero_frac'])} ({percent(d['gaussian_zero_frac'])})",
+    "clipped": lambda d: percent(d["saturated_frac"]),
+    "scale / deadzone / grid": lambda d: " / ".join(fixed(d[n], 3) for n in ("scale", "deadzone", "grid")),
+    "raw, as in the paper": lambda d: " / ".join(fixed(d[f"raw_{n}"], 3) for n in ("scale", "deadzone", "grid")),
+    "cos(scale, grid)": lambda d: fixed(d["cos_scale_grid"], 3),
     "main component": lambda d: d["component"] or "-",
 }

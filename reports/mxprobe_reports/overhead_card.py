@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from markupsafe import Markup
 
-from .markup import Html, basis, bytes_text, card, duration_text, pairs, percent, scope, tag
+from mxprobe.numbers import NOTHING, duration, file_size, percent
+
+from .rendering import render
 
 Array = npt.NDArray[np.float64]
 
@@ -37,7 +40,7 @@ class Overhead:
     """What the agent says of kernels, memory and the device's own clock."""
 
     def of_period(self, seconds: float) -> float:
-        """What takes so long once in `PERIOD` steps, as a share of their time without us."""
+        """Return what takes so long once in `PERIOD` steps, as a share of their time without us."""
         rest = float(np.median(self.step_s - self.hooks_s)) * PERIOD
         return seconds / rest if rest > 0 else float("nan")
 
@@ -71,7 +74,7 @@ def of(
     sensitivity: Iterable[int] = (),
     replays: Iterable[int] = (),
 ) -> Overhead:
-    """sensitivity, replays: the steps that were replayed for each."""
+    """Read the cost. sensitivity, replays: the steps that were replayed for each."""
     rows = frame.sort_values("step", kind="stable")
     # A row may add up several steps: then each of them is taken to be like their mean.
     n_steps = rows["n_steps"].fillna(1).to_numpy(dtype=int) if "n_steps" in rows else np.ones(len(rows), dtype=int)
@@ -100,7 +103,7 @@ def of(
 
 
 def _replay_seconds(steps: npt.NDArray[np.int_], hooks_s: Array, replayed: Mapping[str, set[int]]) -> dict[str, float]:
-    """A replay runs after its step has been timed, and is booked on the next one."""
+    """Return kind -> seconds of one. A replay runs after its step has been timed, and is booked on the next one."""
     found: dict[str, float] = {}
     for kind, at in replayed.items():
         seconds = hooks_s[np.isin(steps - 1, sorted(at))]
@@ -109,45 +112,35 @@ def _replay_seconds(steps: npt.NDArray[np.int_], hooks_s: Array, replayed: Mappi
     return found
 
 
-def section(overhead: Overhead) -> Html:
-    title, kind = "Overhead", tag("span", scope("steps", "rank"), basis("measured"))
-    if not overhead.step_s.size:
-        return card(title, tag("p", "No step was timed in this trace.", class_="empty"), kind=kind)
-    facts = [(percent(overhead.hooks_frac), "in the training thread: time in our hooks over the rest of the steps")]
+def section(overhead: Overhead) -> Markup:
+    """Return the card; it says so where no step was timed."""
+    shares = [(overhead.hooks_frac, "in the training thread: time in our hooks over the rest of the steps")]
     if np.isfinite(overhead.measuring_s) and overhead.attached_s > 0:
         words = "beside it: time of our measuring thread over the attached time; on busy cores it slows the training"
-        facts.append((percent(overhead.measuring_s / overhead.attached_s), words))
-    shown = [tag("div", tag("dd", value, class_="big"), tag("dt", words, class_="note")) for value, words in facts]
-    return card(title, tag("dl", *shown, class_="row two"), pairs(_entries(overhead)), kind=kind)
+        shares.append((overhead.measuring_s / overhead.attached_s, words))
+    return render("overhead.html", shares=shares, entries=_entries(overhead) if overhead.step_s.size else [])
 
 
-def _entries(overhead: Overhead) -> list[tuple[object, object]]:
+def _entries(overhead: Overhead) -> list[tuple[str, str]]:
     probed = overhead.is_probed
     after, before = np.roll(probed, 1), np.roll(probed, -1)
     after[:1] = before[-1:] = False
     hooks = [overhead.hooks_s[chosen] for chosen in (probed, ~probed)]
-    in_hooks = [duration_text(float(np.median(part))) if part.size else "–" for part in hooks]
+    in_hooks = [duration(float(np.median(part))) if part.size else NOTHING for part in hooks]
     when = {"probed": probed, "just after a probed one": after & ~probed, "just before one": before & ~probed}
-    step = {name: duration_text(overhead.median_s(chosen)) for name, chosen in when.items()}
+    share = overhead.default_frac
+    default = f"{percent(share)} of {PERIOD} steps: {PROBES} probes and a replay for sensitivity, from these medians"
     return [
         ("steps timed", f"{probed.size}, {int(probed.sum())} of them probed"),
         ("in our hooks, median", f"{in_hooks[0]} in a probed step, {in_hooks[1]} in others"),
-        *((f"step {name}, median", text) for name, text in step.items()),
+        *((f"step {name}, median", duration(overhead.median_s(chosen))) for name, chosen in when.items()),
         *(
-            (f"a replay for {kind}, median", f"{duration_text(s)}, {percent(overhead.of_period(s))} of {PERIOD} steps")
+            (f"a replay for {kind}, median", f"{duration(s)}, {percent(overhead.of_period(s))} of {PERIOD} steps")
             for kind, s in overhead.replay_s.items()
         ),
-        *_default(overhead),
+        *([("default schedule, in our hooks", default)] if np.isfinite(share) else []),
         *overhead.told,
         ("rows dropped", f"{overhead.n_dropped}"),
         ("errors swallowed", f"{overhead.n_errors}"),
-        ("sent", bytes_text(overhead.sent_bytes)),
+        ("sent", file_size(overhead.sent_bytes)),
     ]
-
-
-def _default(overhead: Overhead) -> list[tuple[object, object]]:
-    share = overhead.default_frac
-    if not np.isfinite(share):
-        return []
-    words = f"{percent(share)} of {PERIOD} steps: {PROBES} probes and a replay for sensitivity, from these medians"
-    return [("default schedule, in our hooks", words)]

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.gradients import MAX_SAMPLING_NOISE, MIN_HALF_COSINE, gradient_ratios
+from mxprobe.plain_data import plain_data
 
 from .rows import Rows
 
@@ -17,7 +18,7 @@ _SUMS = ("ref2", "err2", "ref_err", "half_a2", "half_b2", "half_ab")
 
 
 def collect(rows: Rows, modules: Sequence[str]) -> pd.DataFrame:
-    """One row per module with a measured dW, in model order.
+    """Return one row per module with a measured dW, in model order.
 
     Columns: `module` (position in `modules`); `total`, `scale`, `deadzone`, `grid`: ||error of dW||^2 / ||dW||^2 with
     that part in both operands; `noise`: sampling noise of the same dW, relative; `is_withheld`: it is mostly noise.
@@ -43,18 +44,18 @@ def collect(rows: Rows, modules: Sequence[str]) -> pd.DataFrame:
 
 
 def page_data(found: pd.DataFrame) -> dict[str, Any] | None:
-    """For page.js; None where no dW was measured."""
+    """Return the errors for page.js; None where no dW was measured."""
     if found.empty:
         return None
     return {
         "module": [int(m) for m in found["module"]],
-        **{name: [_finite(v) for v in found[name]] for name in (*COMPONENTS, "noise")},
+        **{name: plain_data(found[name].tolist()) for name in (*COMPONENTS, "noise")},
         "withheld": [bool(v) for v in found["is_withheld"]],
     }
 
 
 def sentence(found: pd.DataFrame) -> str:
-    """How the error compares with the noise, and what is withheld."""
+    """Say how the error compares with the noise, and what is withheld."""
     if found.empty:
         return (
             "Beside it belongs the sampling noise of the gradient, which was not measured here: no microbatch of a "
@@ -68,7 +69,3 @@ def sentence(found: pd.DataFrame) -> str:
         f"the noise exceeds {MAX_SAMPLING_NOISE:g} ‖dW‖²): nothing is attributed to rounding there."
     )
     return f"With both rounded (squares), {compared}, relative to ‖dW‖².{gate if withheld else ''}"
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from markupsafe import Markup
 
 from mxprobe._version import __version__
+from mxprobe.numbers import duration
 
 from .inputs import Inputs
-from .markup import Html, card, duration_text, pairs, tag
+from .rendering import code, render
 
 HOLDS = (
     "Sums, counts and histograms over tensors; names of modules, parameters and metrics; logged metric values; hashes "
@@ -22,18 +24,21 @@ HOLDS = (
 """The page's own answer to whether it can be passed on; `tests/unit/test_security.py` holds the schema against it."""
 
 
-def section(inputs: Inputs, command_line: str) -> Html:
-    run = inputs.run
-    entries: list[tuple[object, object]] = [("trace", inputs.name), ("report made by", f"mxprobe {__version__}")]
+def section(inputs: Inputs, command_line: str) -> Markup:
+    """Return the card; `command_line` is the one that made the page."""
+    entries: list[tuple[str, object]] = [("trace", inputs.name), ("report made by", f"mxprobe {__version__}")]
     if command_line:
-        entries.append(("command", tag("code", command_line)))
-    entries += _run_entries(run)
-    entries.append(("the trace holds", HOLDS))
-    return card("Versions and command line", pairs(entries), id="versions")
+        entries.append(("command", code(command_line)))
+    return versions([*entries, *_run_entries(inputs.run), ("the trace holds", HOLDS)])
 
 
-def _run_entries(run: Mapping[str, Any]) -> list[tuple[object, object]]:
-    entries: list[tuple[object, object]] = []
+def versions(entries: Sequence[tuple[str, object]]) -> Markup:
+    """Return a card of names and what they are."""
+    return render("versions.html", entries=entries)
+
+
+def _run_entries(run: Mapping[str, Any]) -> list[tuple[str, object]]:
+    entries: list[tuple[str, object]] = []
     target: Any = run.get("target")
     if isinstance(target, Mapping):
         entries += [(f"target {key}", _text(value)) for key, value in target.items() if value not in (None, "")]
@@ -49,7 +54,7 @@ def _run_entries(run: Mapping[str, Any]) -> list[tuple[object, object]]:
     for key in ("attach_latency_ms", "pause_ms"):
         value = run.get(key)
         if isinstance(value, (int, float)):
-            entries.append((_MILLISECONDS[key], duration_text(value / 1000)))
+            entries.append((_MILLISECONDS[key], duration(value / 1000)))
     config: Any = run.get("config")
     if isinstance(config, Mapping):
         entries += [(f"probe {key}", _text(value)) for key, value in config.items()]
@@ -67,14 +72,12 @@ _TIMES = {"started_ns": "started", "created_ns": "trace created", "closed_ns": "
 _MILLISECONDS = {"attach_latency_ms": "attach took", "pause_ms": "target paused for"}
 
 
-def _text(value: Any) -> Html:
-    if isinstance(value, (list, tuple)):
-        return tag("code", " ".join(str(part) for part in value))
-    return tag("code", value)
+def _text(value: Any) -> Markup:
+    return code(" ".join(str(part) for part in value) if isinstance(value, (list, tuple)) else value)
 
 
 def headline(inputs: Inputs, probed: npt.NDArray[np.int64]) -> list[str]:
-    """Short facts for the bar at the top: which steps, what ran."""
+    """Return short facts for the bar at the top: which steps, what ran."""
     columns = [frame["step"].dropna() for frame in (inputs.overhead, inputs.signals)]
     seen = [int(bound) for column in columns if len(column) for bound in (column.min(), column.max())]
     seen += [int(step) for step in probed[[0, -1]]] if len(probed) else []
@@ -87,5 +90,5 @@ def headline(inputs: Inputs, probed: npt.NDArray[np.int64]) -> list[str]:
 
 
 def _short_command(words: Sequence[Any]) -> str:
-    """The interpreter and the script by their names, the rest as it was."""
+    """Return the interpreter and the script by their names, the rest as it was."""
     return " ".join([PurePath(str(word)).name if i < 2 else str(word) for i, word in enumerate(words)])
