@@ -6,10 +6,11 @@ Only code objects and module names are read. A frame's local variables would be 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from mxprobe.measuring.tokens.generation import is_generation
+from mxprobe.measuring.compat import frames_from, is_generation, qualified_name
 
 _MAX_FRAMES = 64
 
@@ -38,16 +39,15 @@ class StackReader:
         """Read the stack from `frame` outwards, 64 frames at most."""
         places: list[int] = []
         generates, function = False, ""
-        while frame is not None and len(places) < 2 * _MAX_FRAMES:
-            code = frame.f_code
-            places += (id(code), frame.f_lasti)
+        for each in islice(frames_from(frame), _MAX_FRAMES):
+            code = each.f_code
+            places += (id(code), each.f_lasti)
             generates = generates or is_generation(code)
             if not function and code.co_name in self._by_name:
-                function = self._match(code, frame)
-            frame = frame.f_back
+                function = self._match(code, each)
         return Stack(hash(tuple(places)), generates, function)
 
     def _match(self, code: CodeType, frame: FrameType) -> str:
         module = frame.f_globals.get("__name__", "")
-        known = f"{module}.{code.co_name}", f"{module}.{getattr(code, 'co_qualname', '')}"
+        known = f"{module}.{code.co_name}", f"{module}.{qualified_name(code)}"
         return next((n for n in self._by_name[code.co_name] if any(f".{k}".endswith(f".{n}") for k in known)), "")

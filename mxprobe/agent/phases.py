@@ -19,7 +19,6 @@ three in a row, and scored sequences by their shape. Each thread has its own for
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -34,8 +33,8 @@ from mxprobe.agent.forwards import Evidence, Forward, Kind, Line, settle_waiting
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.declaration import declared_models
-from mxprobe.measuring.adapters.inventory import not_to_be_hooked
-from mxprobe.measuring.isolation import in_backward
+from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
+from mxprobe.measuring.compat import caller_frame, in_backward, is_compiled_in_place
 from mxprobe.measuring.tokens.prefixes import Prefixes
 from mxprobe.measuring.tokens.shapes import find_tokens, token_shape
 
@@ -101,8 +100,7 @@ class Phases(Part):
         self._roots = list(roots)
         for number, root in enumerate(roots):
             for module in entry_points(root):
-                is_compiled = vars(module).get("_compiled_call_impl") is not None
-                if not is_compiled and (module is root or id(module) not in barred):
+                if not is_compiled_in_place(module) and (module is root or id(module) not in barred):
                     self._entries[id(module)] = number, module
 
     def remove(self) -> None:
@@ -157,8 +155,7 @@ class Phases(Part):
         thread = self._thread()
         forward = thread.open or thread.latest
         if forward is None or (thread.open is None and self._is_new(forward, key)):
-            frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-            forward = self._begin_forward(thread, _ELSEWHERE, x, frame)
+            forward = self._begin_forward(thread, _ELSEWHERE, x, caller_frame())
         forward.seen.add(key)
         if forward.length is None:
             self._learn(thread, forward, x)
@@ -181,8 +178,7 @@ class Phases(Part):
         if id(module) in thread.stack:  # an interruption has left it without a word
             thread.stack = []
         if not thread.stack:
-            frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-            thread.open = self._begin_forward(thread, number, find_tokens(args, kwargs), frame)
+            thread.open = self._begin_forward(thread, number, find_tokens(args, kwargs), caller_frame())
         thread.stack.append(id(module))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

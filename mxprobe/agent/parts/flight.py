@@ -19,12 +19,13 @@ from torch import nn
 
 from mxprobe.agent.context import Context
 from mxprobe.agent.guard import Guard, Hook
-from mxprobe.agent.part import TRAINER, Job, Part, TableRow
-from mxprobe.measuring.adapters.inventory import not_to_be_hooked
-from mxprobe.measuring.adapters.master import gradient_of
+from mxprobe.agent.part import Job, Part, TableRow
+from mxprobe.measuring.adapters.main_parameters import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
+from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.black_box import EVENT, TABLE, BlackBox, Entry, Norms
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.compat import in_backward, local_shard, norms_of
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 
 
@@ -32,7 +33,6 @@ class FlightRecorder(Part):
     """Keeps and judges the norms of the last steps, and writes them down where a trigger falls."""
 
     name = "flight recorder"
-    roles = (TRAINER,)
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -40,6 +40,8 @@ class FlightRecorder(Part):
         self._black_box = BlackBox(context.config.follow_steps)
 
     def watch(self, roots: Sequence[nn.Module]) -> None:
+        if not self._context.run.is_trainer:
+            self._taps = None
         if self._taps is not None:
             self._taps.watch(roots, not_to_be_hooked(list(roots)))
             self._hand_over(self._taps.take(step=0))  # of the step just observed, whose gradients are there
@@ -172,7 +174,7 @@ def _foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     norms: dict[int, torch.Tensor] = {}
     for dtype in {_norm_dtype(x) for x in tensors}:
         at = [i for i, x in enumerate(tensors) if _norm_dtype(x) is dtype]
-        found = torch._foreach_norm([tensors[i] for i in at], 2, dtype)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        found = norms_of([tensors[i] for i in at], dtype)
         norms.update((i, norm.to(torch.float32)) for i, norm in zip(at, found))
     return [norms[i] for i in range(len(tensors))]
 
@@ -189,5 +191,5 @@ def _named_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 def _local(gradient: Any) -> torch.Tensor | None:
     """A dense gradient as it is, a DTensor's shard on this rank, else None."""
-    shard = getattr(gradient, "_local_tensor", gradient)
+    shard = local_shard(gradient)
     return shard if is_plain(shard) and shard.is_floating_point() else None

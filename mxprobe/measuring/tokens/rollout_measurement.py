@@ -7,26 +7,19 @@ from collections.abc import Sequence
 from typing import Callable
 
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.measuring.replay.paths import layer_rows
-from mxprobe.measuring.replay.residuals import Difference
-from mxprobe.measuring.tokens.flips import Flips
+from mxprobe.measuring.replay.residual_stream import LayerDifference, layer_rows
 from mxprobe.measuring.tokens.generation import Generation
 from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up
-from mxprobe.measuring.tokens.mismatch import ALL, Row, rollout_rows, signal_values
+from mxprobe.measuring.tokens.mismatch import Row, table_rows
+from mxprobe.measuring.tokens.routing_flips import Flips
 
 EVENT = "logprobs"
-
-
 SOURCE = "mxprobe"
-
-
 GENERATION = "generation"
 """`source` of rows that come from a generation in this process."""
 
 
 TableRow = tuple[str, Row]
-
-
 Tell = Callable[[str, str], None]
 
 
@@ -38,7 +31,7 @@ class Measurement:
         generation: Generation,
         scored: Sequence[Scored],
         step: int,
-        streams: Sequence[tuple[str, int, Difference, float]] = (),
+        streams: Sequence[LayerDifference] = (),
         flips: Flips | None = None,
     ) -> None:
         self.device = generation.prompt.device
@@ -55,7 +48,8 @@ class Measurement:
         if generation.unaltered is not None and not bool(generation.unaltered):
             tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
             return []
-        layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
+        found = [row for row in layer_rows(self._streams) if row["median_frac"] == row["median_frac"]]
+        layers = [("layers", {**when, "micro_step": 0, **row}) for row in found]  # without those of no token
         return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
 
     def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:
@@ -71,13 +65,6 @@ class Measurement:
             return []
         temperature = generation.sampling.temperature
         tell(EVENT, f"measured at temperature {temperature:g}, as read from the running generate()")
-        drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
-        rows: list[TableRow] = []
-        for row in rollout_rows(pairs):
-            rows.append(("rollouts", {**when, **drawn, **row}))
-            if row["stratum"] == ALL:
-                shared = {**when, "source": SOURCE, "framework": SOURCE}
-                for key, metric, estimator, value in signal_values(row):
-                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
-                    rows.append(("signals", {**shared, **named}))
-        return rows
+        dtype = compute_dtype(generation, self._scored)
+        drawn = table_rows(pairs, when, GENERATION, signal_source=SOURCE, temperature=temperature, dtype=dtype)
+        return list(drawn)

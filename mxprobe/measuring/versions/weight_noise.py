@@ -1,4 +1,4 @@
-"""Weights that are not the trainer's own while somebody computes with them: noise added between two steps.
+"""Noise added to weights between two steps: they are not the trainer's own while somebody computes with them.
 
     eps = w_used - w_held      sigma = rms(eps) / rms(w_held)      evenness = tr(C)^2 / (n tr(C^2)),  C = eps eps^T
 
@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 
 EVENT = "weight_noise"
-
-
 EVEN = 0.3
 """Evenness over which a change of a matrix is called noise; under it, a change of low rank."""
 
@@ -36,7 +34,7 @@ class Change(NamedTuple):
 
 
 def change(used: torch.Tensor, held: torch.Tensor) -> Change | None:
-    """Of w [n, K] or [K], both of one shape; None where every bit is the same."""
+    """Compare w [n, K] or [K], both of one shape; None where every bit is the same."""
     if torch.equal(used, held):
         return None
     eps = used.double() - held.double()
@@ -51,14 +49,14 @@ def change(used: torch.Tensor, held: torch.Tensor) -> Change | None:
 
 
 class NormWeights(NamedTuple):
-    """Of one step: the norms' weights as the optimizer left them, and as each phase first used them."""
+    """The norms' weights of one step, as the optimizer left them and as each phase first used them."""
 
     held: Mapping[str, torch.Tensor]
     used: Mapping[str, Mapping[str, torch.Tensor]]
     """phase -> name -> [K]"""
 
     def changes(self) -> dict[str, dict[str, Change | None]]:
-        """phase -> name -> change; waits for the device."""
+        """Return phase -> name -> change; waits for the device."""
         return {
             phase: {name: change(w.cpu(), self.held[name].cpu()) for name, w in named.items()}
             for phase, named in self.used.items()
@@ -72,12 +70,12 @@ class NoiseState:
         self._noisy: set[str] = set()
 
     def of_linear(self, module: str, phase: str, found: Change | None) -> str:
-        """The detail of an event, or an empty string."""
+        """Return the detail of an event, or an empty string."""
         what = f"{module} {phase}"
         return self._tell(what, f"{what}: weights differ from the trainer's own by ", found)
 
     def of_norms(self, phase: str, found: Mapping[str, Change | None]) -> str:
-        """One event for all norms of a phase."""
+        """Return one event for all norms of a phase."""
         changed = sorted((c for c in found.values() if c is not None), key=lambda c: c.sigma)
         what = f"norms {phase}"
         start = f"{what}: the weights of {len(changed)} of {len(found)} norms differ from the trainer's own by "
