@@ -185,8 +185,8 @@ class Session:
     def _begin_step(self) -> None:
         self._accounts.begin(is_busy=self._parts.is_busy)
         with self._lock:
-            if self.state is not State.GONE:  # another thread may just have taken everything out
-                self._parts.each(lambda part: part.begin())
+            # Another thread may just have taken everything out, or a part that fails uses up the error budget.
+            self._parts.each(lambda part: None if self.state is State.GONE else part.begin())
 
     def _end_step(self) -> None:
         context, clock = self._context, self._context.clock

@@ -190,6 +190,7 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
     ),
     "agent.parts.flight.NormTaps._take": (TypeError("planted"), "error_budget", "flight recorder at embed"),
     "agent.parts.norms.Norms._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
+    "agent.probes.module_probe.ModuleProbe.arm": (RuntimeError("planted"), "error_budget", "probed modules"),
     "agent.phases.Phases._begin_forward": (RuntimeError("planted"), "error_budget", "phases"),
     "agent.parts.milestones.Milestones._note": (RuntimeError("planted"), "asked", "torch.serialization.save"),
     "agent.taps.signal_taps.SignalTaps._rows": (ValueError("planted"), "error_budget", f"{SINK}.Tracking.log"),
