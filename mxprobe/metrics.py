@@ -7,7 +7,6 @@ A value that was NaN is a row with NaN; a value that was missing is no row. Read
 reads: `isna` on rows, absence on steps.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,15 +171,6 @@ def preferred(series: Iterable[Series]) -> Series | None:
         return kind, position, one.source, one.raw_key
 
     return min(series, key=rank, default=None)
-
-
-def has_kl_term(values: Iterable[float]) -> bool:
-    """False where a KL to the reference was logged as exactly 0 throughout: there is no KL term.
-
-    A run with the term has an exact 0 at most in its first step, where policy and reference are the same. NaN counts
-    as a value, for it has to come from somewhere. False for no values.
-    """
-    return any(math.isnan(value) or value != 0.0 for value in values)
 
 
 @dataclass(frozen=True)

@@ -119,12 +119,6 @@ def knee_of(x: Sequence[float], y: Sequence[float]) -> int:
     return int(below.argmax()) if below.max() > 1e-9 else 0
 
 
-def exclusion_frame(curve: ExclusionCurve) -> pd.DataFrame:
-    """Columns `k`, `module`, `flops_frac`, `predicted_kl`, `is_knee`: what a chart draws, in order."""
-    rows = [vars(point) | {"is_knee": point.k == curve.knee} for point in curve.points]
-    return pd.DataFrame(rows, columns=["k", "module", "flops_frac", "predicted_kl", "is_knee"])
-
-
 def _left_by_delta2(operands: pd.DataFrame, sensitivity: pd.DataFrame) -> pd.Series:
     """Per operand Delta2 of MXFP8's error over that of its error now; NaN where it was not measured."""
     wider = operand_sensitivity(sensitivity, component=MXFP8).set_index(list(OPERAND))["delta2"]

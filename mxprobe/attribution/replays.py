@@ -113,17 +113,6 @@ def gradient_split(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
     return _split(_wide_gradients(replay_gradients))
 
 
-def gradient_split_by_module(replay_gradients: pd.DataFrame) -> pd.DataFrame:
-    """Columns `module`, `relative_l2` (of arm `q`), `scale`, `deadzone`, `grid`: the split of each module alone."""
-    sums = replay_gradients.groupby(["module", "arm"], observed=True)[["ref2", "err2"]].sum()
-    error = (sums["err2"] / sums["ref2"].where(sums["ref2"] > 0)).unstack("arm")
-    if not set(SEQUENCE) <= set(error.columns):
-        return pd.DataFrame(columns=["module", "relative_l2", *PARTS])
-    q, qstar, qstar_dz = (error[arm] for arm in SEQUENCE)
-    parts = {"scale": (q - qstar) / q, "deadzone": (qstar - qstar_dz) / q, "grid": qstar_dz / q}
-    return pd.DataFrame({"relative_l2": np.sqrt(q), **parts}).reset_index()
-
-
 def gradient_structure(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
     """Gradient error of `q` relative to each control's."""
     return _structure(_wide_gradients(replay_gradients))

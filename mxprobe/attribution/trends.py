@@ -4,7 +4,6 @@
     trend    Mann-Kendall S; var(S) inflated by (1 + r) / (1 - r); r of the series less its Theil-Sen line
     step     max over k of |mean after - mean before| sqrt(k (n - k) / n), against a circular block bootstrap
     level    mean +- t sqrt(var / n_eff),  n_eff = n (1 - r) / (1 + r); var and r of what a straight line leaves
-    hint     Page-Hinkley on a prewhitened series with a short baseline: where to look, never evidence
 
 Science, section 7. A trend or step of one run is "associated with" what happened then, not caused by it: healthy
 runs lose half of their entropy. Series longer than 1,000 points are pooled into 1,000 means first.
@@ -148,32 +147,6 @@ def find_step(values: Sequence[float] | Array, *, n_resamples: int = 499) -> Ste
     p = (1.0 + float((null >= statistics[at - 1]).sum())) / (n_resamples + 1.0)
     finite = int(np.isfinite(np.asarray(values, dtype=np.float64)).sum())
     return Step(round(at * finite / n), float(y[:at].mean()), float(y[at:].mean()), p)
-
-
-def page_hinkley(
-    values: Sequence[float] | Array, *, baseline: int = 20, slack: float = 0.5, threshold: float = 12.0
-) -> int | None:
-    """Where a two-sided Page-Hinkley sum first leaves its band: a hint, not evidence. None if it never does.
-
-    `baseline` points set the mean and the spread of the prewhitened series; `slack` and `threshold` are in units of
-    that spread. Not enough points, or a constant baseline, give None.
-    """
-    y = np.asarray(values, dtype=np.float64)
-    y = y[np.isfinite(y)]
-    if y.size <= baseline + 1:
-        return None
-    mean, r = float(y[:baseline].mean()), lag1(y[:baseline])
-    innovations = (y[1:] - mean) - r * (y[:-1] - mean)
-    spread = float(innovations[:baseline].std(ddof=2))
-    if not spread > 0:
-        return None
-    up = down = 0.0
-    for position in range(baseline, innovations.size):
-        z = float(innovations[position]) / spread
-        up, down = max(0.0, up + z - slack), max(0.0, down - z - slack)
-        if max(up, down) > threshold:
-            return position + 1
-    return None
 
 
 def level(values: Sequence[float] | Array, *, confidence: float = 0.95) -> Level:

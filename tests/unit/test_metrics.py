@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mxprobe.agent.mismatch import Pairs, rollout_rows, signal_values
 from mxprobe.metric_aliases import ALIASES, ESTIMATORS, LOGGERS, PATTERNS, Alias
-from mxprobe.metrics import METRICS, Series, canonicalize, caveats, has_kl_term, is_evaluation, preferred, resolve
+from mxprobe.metrics import METRICS, Series, canonicalize, caveats, is_evaluation, preferred, resolve
 
 REAL_KEYS: dict[str, dict[str, list[str] | None]] = json.loads(
     (Path(__file__).parents[1] / "golden/framework_keys.json").read_text()
@@ -91,14 +91,6 @@ def test_canonicalize_fills_what_is_empty_and_keeps_the_rest() -> None:
 def test_canonicalize_needs_the_raw_key() -> None:
     with pytest.raises(KeyError, match="raw_key"):
         canonicalize({"framework": ["trl"]})
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([0.0, 0.0], False), ([], False), ([0.0, 1e-12], True), ([0.0, math.nan], True), ([-0.0], False)],
-)
-def test_kl_of_exactly_zero_everywhere_is_no_kl_term(values: list[float], expected: bool) -> None:
-    assert has_kl_term(values) is expected
 
 
 def test_preferred_takes_one_series_for_one_metric() -> None:

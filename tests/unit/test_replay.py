@@ -15,7 +15,7 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.agent.replay import preserve
-from mxprobe.agent.replay.arms import DEFAULT_ARMS, arm_product, quantizer, replay_arms, sequential_split
+from mxprobe.agent.replay.arms import DEFAULT_ARMS, arm_product, quantizer, replay_arms
 from mxprobe.agent.replay.call import NotReplayableError, capture, forward, replay_target, replayed
 from mxprobe.agent.replay.linears import Intercept, exact_product
 from mxprobe.agent.replay.policy import draw_tokens, find_policy, given_tokens
@@ -234,14 +234,6 @@ def test_arms_against_forwards_written_out_by_hand():
     assert row["sum_kl"] == pytest.approx(float(kl.sum()), rel=1e-3)
     assert row["sum_log_prob_shift"] == pytest.approx(float(shift.sum()), rel=1e-2, abs=1e-2)
     assert np.isnan(row["loss_shift"])
-
-
-def test_the_sequential_split_adds_up_and_finds_the_grid():
-    rows = replay("q", "qstar", "qstar_dz")
-    split = sequential_split({arm: row["sum_kl"] / row["n_tokens"] for arm, row in rows.items()})
-    assert sum(split.values()) == pytest.approx(1.0, abs=1e-12)
-    assert split["grid"] > 0.5 > max(split["scale"], split["deadzone"])
-    assert all(np.isnan(share) for share in sequential_split({"q": 0.0, "qstar": 0.0, "qstar_dz": 0.0}).values())
 
 
 def test_arms_order_as_their_errors_do():

@@ -22,7 +22,6 @@ from mxprobe.attribution.replays import (
     gradient_effects,
     gradient_errors,
     gradient_split,
-    gradient_split_by_module,
     gradient_structure,
     kl_split,
     kl_structure,
@@ -154,13 +153,10 @@ def test_split_controls_and_intervals_for_kl_and_for_gradients():
         assert all(0.3 < ratio.value < 3.0 for ratio in ratios.values())
     errors = gradient_errors(backward).set_index("arm")["error"]
     assert errors["high"] < 1e-8 < errors["mxfp8"] < 0.2 * errors["q"]
-    each = gradient_split_by_module(backward)
-    assert len(each) == 28
-    assert each[["scale", "deadzone", "grid"]].sum(axis=1).tolist() == pytest.approx([1.0] * 28)
     effects = gradient_effects(backward).set_index(["arm", "module"])
     q = effects.loc["q"]
     assert q["cosine"].between(0.5, 1.0).all()
-    assert np.allclose(q["relative_l2"], each.set_index("module")["relative_l2"])
+    assert len(q) == 28
 
 
 def test_without_the_arms_of_a_sequence_there_is_no_split():

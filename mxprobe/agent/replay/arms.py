@@ -360,18 +360,3 @@ def _compare(reference: Reference, output: PolicyOutput, gradient: PolicyGradien
 def exact_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """KL(p || q) of each position, float64 [B, T], from logits or log-probabilities [B, T, V]."""
     return mxprobe_kernels.exact_kl(p.flatten(0, 1), q.flatten(0, 1)).reshape(p.shape[:2])
-
-
-def sequential_split(kl: Mapping[str, float]) -> dict[str, float]:
-    """{"q", "qstar", "qstar_dz": KL} -> {"scale", "deadzone", "grid": share}, which sum to 1; NaN where KL(q) is 0.
-
-    Of weight gradients, M is the squared relative error.
-    """
-    whole = kl["q"]
-    if not whole > 0:
-        return dict.fromkeys(("scale", "deadzone", "grid"), float("nan"))
-    return {
-        "scale": (whole - kl["qstar"]) / whole,
-        "deadzone": (kl["qstar"] - kl["qstar_dz"]) / whole,
-        "grid": kl["qstar_dz"] / whole,
-    }
