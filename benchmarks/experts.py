@@ -18,10 +18,10 @@ import torch
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.moe.behaviour import OutputState
-from mxprobe.agent.moe.capture import ExpertsProbe
-from mxprobe.agent.moe.measure import measure_experts
-from mxprobe.agent.moe.structure import expert_parameters
+from mxprobe.agent.parts.experts import ExpertsProbe
+from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.moe.behaviour import OutputState
+from mxprobe.measuring.moe.expert_rows import measure_experts
 from mxprobe.protocol import AgentConfig
 
 HIDDEN, WIDTH, TOP_K, TOKENS = 256, 128, 2, 1024

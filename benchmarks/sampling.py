@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mxprobe.agent.sampling import CERTAIN_SHARE, TILE
+from mxprobe.measuring.sampling import CERTAIN_SHARE, TILE
 from mxprobe_kernels import error_fields
 
 Array = npt.NDArray[np.float64]

@@ -28,16 +28,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mxprobe.agent.replay.arms import DEFAULT_ARMS, FORWARD_ROLES, arm_product, quantizer, replay_arms, run_arm
-from mxprobe.agent.replay.backward import WeightGradients
-from mxprobe.agent.replay.call import capture, forward, replayed
-from mxprobe.agent.replay.gradient_probes import ROLES, probe_gradients
-from mxprobe.agent.replay.linears import Intercept
-from mxprobe.agent.replay.live import KEPT_WIDER
-from mxprobe.agent.replay.policy import PolicyGradient
-from mxprobe.agent.replay.sensitivity import CPU_MAX_ROWS, measure_sensitivity
+from mxprobe.agent.parts.replays import KEPT_WIDER
 from mxprobe.attribution import Thresholds, recommend
 from mxprobe.demo.runner import Scenario, job_command, read_steps, running
+from mxprobe.measuring.replay.arms import DEFAULT_ARMS, FORWARD_ROLES, arm_product, quantizer, replay_arms, run_arm
+from mxprobe.measuring.replay.backward import WeightGradients
+from mxprobe.measuring.replay.call import capture, forward, replayed
+from mxprobe.measuring.replay.gradient_probes import ROLES, probe_gradients
+from mxprobe.measuring.replay.linears import Intercept
+from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, measure_sensitivity
 from mxprobe.trace import open_trace
 from mxprobe_kernels import apply_correction, decompose
 from tests import small_lm

@@ -22,11 +22,11 @@ import pandas as pd
 import torch
 from torch import nn
 
-from mxprobe.agent.replay.paths import FLOOR, layer_row
-from mxprobe.agent.replay.residuals import Residuals, blocks_of, difference
 from mxprobe.attribution.layers import COMPARISON, FACTOR, Divergence
 from mxprobe.attribution.layers import first_divergence as _first_divergence
 from mxprobe.errors import UsageError
+from mxprobe.measuring.replay.paths import FLOOR, layer_row
+from mxprobe.measuring.replay.residuals import Residuals, blocks_of, difference
 
 _TOKENS, _EPS, _BLOCK = "tokens", "eps", "block:"
 

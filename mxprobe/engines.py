@@ -35,8 +35,8 @@ def held_weights(model: nn.Module) -> list[Row]:
 
     Also to be given to `LLM.apply_model`. Some rows of each weight are copied to the host, one weight after another.
     """
-    from mxprobe.agent.engines.fingerprints import engine_rows, hashed_of, not_comparable_row
-    from mxprobe.agent.engines.layouts import NotComparable, weights_of
+    from mxprobe.measuring.engines.fingerprints import engine_rows, hashed_of, not_comparable_row
+    from mxprobe.measuring.engines.layouts import NotComparable, weights_of
 
     rows: list[Row] = []
     for each in weights_of(model):
@@ -122,7 +122,7 @@ def record_log_probs(
     """
     import torch
 
-    from mxprobe.agent.mismatch import ALL, Pairs, rollout_rows, signal_values
+    from mxprobe.measuring.tokens.mismatch import ALL, Pairs, rollout_rows, signal_values
 
     if len(outputs) != len(log_probs):
         raise UsageError(f"{len(outputs)} outputs and log-probabilities of {len(log_probs)} responses")

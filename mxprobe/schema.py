@@ -79,7 +79,7 @@ PLAIN_WORDS: dict[Verdict, str] = {
 }
 
 DEFAULT_ARMS: tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip", "q_weights")
-"""Counterfactual forwards of a replay: `mxprobe.agent.replay.arms` says what each is."""
+"""Counterfactual forwards of a replay: `mxprobe.measuring.replay.arms` says what each is."""
 
 # Arrow type names: int64, int32, float64, bool, string, dict (dictionary-encoded string),
 # list<int64>, list<int64:N> (fixed size).
@@ -96,7 +96,7 @@ _OPERAND: Columns = (
     ("sampled_frac", "float64"),  # rows measured / rows there were
     ("n_clusters", "int64"),  # rows (or 32-token tiles) measured: the sampling units
     # Which part of the operand this rank holds, and after " | " what its partner adds: "tokens=r0 in=1/2 | out=0/2".
-    # Equal texts are copies: see mxprobe.agent.adapters.placement. Empty, or null in older traces: the whole.
+    # Equal texts are copies: see mxprobe.measuring.adapters.placement. Empty, or null in older traces: the whole.
     ("placement", "dict"),
 )
 
@@ -150,7 +150,7 @@ TABLES: dict[str, Columns] = {
         ("code_hist", f"list<int64:{CODE_BINS}>"),  # sign * 8 + E2M1 code
         *((name, "float64") for name in OUTPUT_SUMS),
     ),
-    # Of experts held as one parameter, the worst of each operand (all on request): see mxprobe.agent.moe.spread.
+    # Of experts held as one parameter, the worst of each operand (all on request): see mxprobe.measuring.moe.spread.
     "experts": (
         *_OPERAND,
         *_EXPERTS,
@@ -170,7 +170,7 @@ TABLES: dict[str, Columns] = {
         *((f"q{percent}", "float64") for percent in SPREAD_QUANTILES),
     ),
     # What quantizing a router's operands would do to its choice, and what its own arithmetic did: see
-    # mxprobe.agent.moe.routing. Sums over the sampled tokens; centred: the mean over experts taken off.
+    # mxprobe.measuring.moe.routing. Sums over the sampled tokens; centred: the mean over experts taken off.
     "routing": (
         *_WHEN,
         ("module", "dict"),
@@ -192,7 +192,7 @@ TABLES: dict[str, Columns] = {
         ("n_observed", "int64"),  # tokens sent to others than the k largest of exact logits
         ("n_slots_observed", "int64"),
     ),
-    # The same tokens in generation and in training: see mxprobe.agent.moe.flips.
+    # The same tokens in generation and in training: see mxprobe.agent.parts.routing_flips.
     "routing_flips": (
         ("step", "int64"),
         ("time_ns", "int64"),
@@ -231,7 +231,7 @@ TABLES: dict[str, Columns] = {
     ),
     # How peaked the blocks of an operand are, in how few channels and elements its error lies, what the axis of a
     # weight's blocks changes: see
-    # mxprobe.agent.block_statistics and mxprobe.attribution.neighbours.
+    # mxprobe.measuring.operands.block_statistics and mxprobe.attribution.neighbours.
     "blocks": (
         *_OPERAND,
         ("n_blocks", "int64"),  # that are not all zero
@@ -269,7 +269,7 @@ TABLES: dict[str, Columns] = {
         ("half_b2", "float64"),
         ("half_ab", "float64"),
     ),
-    # Delta2 by replay of one microbatch: see mxprobe.agent.replay.sensitivity. Divide by n_tokens last.
+    # Delta2 by replay of one microbatch: see mxprobe.measuring.replay.sensitivity. Divide by n_tokens last.
     "sensitivity": (
         *_WHEN,
         ("module", "dict"),
@@ -284,7 +284,7 @@ TABLES: dict[str, Columns] = {
         ("sum_log_prob_shift", "float64"),  # first-order change of log p of the run's tokens; NaN: tokens not known
         ("sum_entropy_shift", "float64"),
     ),
-    # Counterfactual forwards of one microbatch against high precision: see mxprobe.agent.replay.arms.
+    # Counterfactual forwards of one microbatch against high precision: see mxprobe.measuring.replay.arms.
     "replays": (
         *_WHEN,
         ("arm", "dict"),
@@ -318,7 +318,7 @@ TABLES: dict[str, Columns] = {
         ("sum_step2", "float64"),
     ),
     # Hashes of some rows of each weight, by the trainer and by an engine that serves: see
-    # mxprobe.agent.engines.fingerprints. Joined by time and module.
+    # mxprobe.measuring.engines.fingerprints. Joined by time and module.
     "weight_codes": (
         ("step", "int64"),  # of this process: optimizer steps, or passes served
         ("time_ns", "int64"),
@@ -333,7 +333,7 @@ TABLES: dict[str, Columns] = {
         ("hashes", "list<int64>"),
     ),
     # What the error of one operand does to the weight gradients of the whole model, wherever it travels: see
-    # mxprobe.agent.replay.gradient_probes.
+    # mxprobe.measuring.replay.gradient_probes.
     "gradient_probes": (
         *_WHEN,
         ("module", "dict"),  # or a group of them, `*.q_proj`
@@ -347,7 +347,7 @@ TABLES: dict[str, Columns] = {
         ("err2", "float64"),  # ||their change||^2
     ),
     # Do updates reach the quantized policy? Between two versions of the watched weights of a module, of neighbouring
-    # steps where there are: see mxprobe.agent.updates.
+    # steps where there are: see mxprobe.measuring.versions.updates.
     "updates": (
         ("step", "int64"),
         ("time_ns", "int64"),
@@ -368,7 +368,7 @@ TABLES: dict[str, Columns] = {
         ("sum_abs_dw", "float64"),
         ("sum_abs_dq", "float64"),
     ),
-    # The residual stream behind each block, the same tokens in two forwards: see mxprobe.agent.{streams,replay.paths}.
+    # The residual stream behind each block, the same tokens in two forwards: see mxprobe.measuring.replay.paths.
     "layers": (
         *_WHEN,
         ("layer", "dict"),
@@ -376,7 +376,7 @@ TABLES: dict[str, Columns] = {
         # generation_training: prompt tokens, at the prefill of a generation and in the training forward. The floors,
         # of a replay: the batch put together otherwise, with every Linear exact (floor) and as it runs (floor_own).
         # injected, propagated, error: of a replay's arm q, `layer` a Linear and its output in the stream's place: see
-        # mxprobe.agent.replay.representation
+        # mxprobe.measuring.replay.representation
         ("comparison", "dict"),
         ("n_tokens", "int64"),
         ("ref2", "float64"),  # sum over tokens of |s|^2, s a random projection of the stream
@@ -384,7 +384,7 @@ TABLES: dict[str, Columns] = {
         ("median_frac", "float64"),  # median over tokens of |difference|^2 / |s|^2
         ("eps", "float64"),  # of the stream's dtype
     ),
-    # Log-probabilities of sampled tokens by rollout and trainer: see mxprobe.agent.{mismatch,logprobs,batch}.
+    # Log-probabilities of sampled tokens by rollout and trainer: see mxprobe.measuring.tokens.
     # d = log p_rollout - log p_train, w = exp(-d), dp = p_rollout - p_train; sums over tokens.
     "rollouts": (
         ("step", "int64"),
@@ -431,7 +431,7 @@ TABLES: dict[str, Columns] = {
         ("value", "float64"),
     ),
     "events": (("step", "int64"), ("time_ns", "int64"), ("kind", "dict"), ("detail", "string")),
-    # The flight recorder's past, and what followed: see mxprobe.agent.black_box.
+    # The flight recorder's past, and what followed: see mxprobe.agent.parts.black_box.
     "flight": (
         ("step", "int64"),
         ("time_ns", "int64"),

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent import boot, session
-from mxprobe.agent.device_steps import DeviceSteps
+from mxprobe.agent.parts.device_steps import DeviceSteps
 from tests import moe_models, standin_modules, standin_sinks
 from tests.standin_engine import Backend, EngineModel, Mxfp4MoEMethod
 from tests.unit import test_batch, test_engines
@@ -209,12 +209,17 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def is_shipped(code: CodeType) -> bool:
+    """Whether the function runs inside the user's process."""
+    return any(f"/mxprobe/{package}/" in code.co_filename for package in ("agent", "measuring"))
+
+
 def codes_entered(run: Callable[[], Any]) -> set[CodeType]:
     """Of our functions, while `run` runs, in this thread and in those that it starts."""
     entered: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and "/mxprobe/agent/" in frame.f_code.co_filename:
+        if event == "call" and is_shipped(frame.f_code):
             entered.add(frame.f_code)
 
     threading.setprofile(note)

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.recipes import Call, infer_recipe
 from mxprobe.attribution import Recommendation
+from mxprobe.measuring.recipes import Call, infer_recipe
 from mxprobe.schema import Component, Phase, Role, Verdict
 from mxprobe.trace import TraceWriter
 from tests import small_lm

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.agent.engines.layouts import decode_mxfp4
+from mxprobe.measuring.engines.layouts import decode_mxfp4
 from mxprobe_kernels import error_fields
 from mxprobe_kernels.formats import E2M1_GRID
 from tests.standin_modules import pretend

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mxprobe.agent.recipes import Call, infer_recipe, quantize
+from mxprobe.measuring.recipes import Call, infer_recipe, quantize
 from mxprobe.metrics import canonicalize
 from mxprobe.schema import OUTPUT_SUMS, Phase, Role
 from mxprobe.trace import TraceWriter

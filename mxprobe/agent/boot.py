@@ -230,7 +230,7 @@ def _words(error: Exception) -> str:
 
 
 def _logs() -> bool:
-    from mxprobe.agent.signals import any_sink
+    from mxprobe.agent.parts.signals import any_sink
 
     return any_sink()
 

@@ -10,20 +10,21 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mxprobe.agent import black_box, noise
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.engines import forms
-from mxprobe.agent.engines.sync import Held
-from mxprobe.agent.flight import Norms
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.noise import NormWeights
+from mxprobe.agent.parts import black_box
+from mxprobe.agent.parts.flight import Norms
+from mxprobe.agent.parts.replays import Rows
+from mxprobe.agent.parts.signals import NO_STEP
+from mxprobe.agent.parts.sync import Held
+from mxprobe.agent.parts.tokens import Measurements
 from mxprobe.agent.recorder import Recorder
-from mxprobe.agent.replay.live import Rows
 from mxprobe.agent.schedule import Schedule
-from mxprobe.agent.signals import NO_STEP
-from mxprobe.agent.tokens import Measurements
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
+from mxprobe.measuring.engines import forms
+from mxprobe.measuring.versions import weight_noise
+from mxprobe.measuring.versions.weight_noise import NormWeights
 from mxprobe.protocol import AgentConfig
 
 
@@ -124,7 +125,7 @@ class Ledger:
     def record_norms(self, weights: NormWeights, step: int) -> None:
         def record() -> None:
             for detail in self.worker.norm_changes(weights):
-                self.event(noise.EVENT, detail, step)
+                self.event(weight_noise.EVENT, detail, step)
 
         self.worker.aside(weights.device, [weights.ready], record)
 

@@ -11,10 +11,10 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
-from mxprobe.agent.interruptions import is_of_a_signal_handler
+from mxprobe.agent.parts.signals import SignalTaps
 from mxprobe.agent.recorder import Recorder
-from mxprobe.agent.signals import SignalTaps
 from mxprobe.agent.transport import Transport
+from mxprobe.measuring.interruptions import is_of_a_signal_handler
 
 FLUSH_EVERY_S = 0.5
 

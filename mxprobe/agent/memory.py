@@ -16,13 +16,13 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from mxprobe.agent import allocator
 from mxprobe.agent.allocator import Held
-from mxprobe.agent.hooks import ModuleProbe
 
 HOST_BYTES = 1 << 30
 RESERVED = 1 / 8
@@ -30,6 +30,24 @@ EVENT = "memory"
 _DEPTH = 6
 
 Release = Callable[[], None]
+
+
+class Probe(Protocol):
+    """What the budget knows of a module under observation."""
+
+    name: str
+    module: nn.Module
+    last_probed: int
+    why_unread: str
+
+    @property
+    def sample_bytes(self) -> int: ...
+    @property
+    def working_bytes(self) -> int: ...
+    def shrink(self, max_bytes: int) -> bool: ...
+
+
+AnyProbe = TypeVar("AnyProbe", bound=Probe)
 
 
 class DeviceMemory:
@@ -59,7 +77,7 @@ class DeviceMemory:
         self._scale = 1.0
         self._has_told = False
 
-    def settle(self, probes: Sequence[ModuleProbe]) -> None:
+    def settle(self, probes: Sequence[Probe]) -> None:
         """Read off where the model is; probes that do not fit alone are made smaller, or left out."""
         self.where = next((p.device for probe in probes for p in probe.module.parameters()), self.where)
         self.device = self.where.type
@@ -75,7 +93,7 @@ class DeviceMemory:
         if smaller:
             self._tell("thinned", f"fewer rows and features of {len(smaller)} modules ({smaller[0]}, ...): {self._why}")
 
-    def choose(self, probes: Sequence[ModuleProbe], share: float) -> list[ModuleProbe]:
+    def choose(self, probes: Sequence[AnyProbe], share: float) -> list[AnyProbe]:
         """Whose turn it is: at most that share of them, and no more than fit. The last step's are measured by now."""
         with self._lock:
             if self.limit and self._step_peak > self.limit:
@@ -85,7 +103,7 @@ class DeviceMemory:
         if not self.limit:
             return wanted
         room, copied, working, scale = self._room, 0, 0.0, self._working_scale
-        chosen: list[ModuleProbe] = []
+        chosen: list[AnyProbe] = []
         for probe in wanted:
             if self.device != "cpu":
                 probe.shrink(int(room / scale))

@@ -22,51 +22,46 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from mxprobe.agent import device_steps, memory
-from mxprobe.agent.adapters.master import is_stepped_by
-from mxprobe.agent.adapters.table import adapter_of
-from mxprobe.agent.adapters.tokens import token_group
-from mxprobe.agent.bare_weights import copy_weights
+from mxprobe.agent import memory
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import Clock, completed_steps
-from mxprobe.agent.codes import RECENT, copy_versions
-from mxprobe.agent.device_steps import DeviceSteps
-from mxprobe.agent.eager import EagerSteps
-from mxprobe.agent.engines.layouts import HeldWeight, weights_of
-from mxprobe.agent.engines.sync import WeightSync
-from mxprobe.agent.flight import FlightTap
-from mxprobe.agent.guard import Guard, in_backward
-from mxprobe.agent.hooks import ModuleProbe, any_rollout
-from mxprobe.agent.inventory import (
-    COMPILED,
-    NO_GRADIENT,
-    Entry,
-    is_compiled,
-    module_rows,
-    not_to_be_hooked,
-    take_inventory,
-)
-from mxprobe.agent.inventory import misfits as find_misfits
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.inventory import NO_GRADIENT, module_rows
 from mxprobe.agent.ledger import Ledger
 from mxprobe.agent.memory import DeviceMemory
-from mxprobe.agent.milestones import Milestones
-from mxprobe.agent.moe.capture import ExpertsProbe
-from mxprobe.agent.moe.numbers import first_experts
-from mxprobe.agent.moe.routers import probe_of
-from mxprobe.agent.moe.structure import is_router
-from mxprobe.agent.moe.versions import copy_expert_versions
-from mxprobe.agent.noise import NormWatch
-from mxprobe.agent.planted import PlantedOps
-from mxprobe.agent.replay.live import Replays
+from mxprobe.agent.parts import device_steps
+from mxprobe.agent.parts.device_steps import DeviceSteps
+from mxprobe.agent.parts.eager import EagerSteps
+from mxprobe.agent.parts.expert_versions import copy_expert_versions
+from mxprobe.agent.parts.experts import ExpertsProbe
+from mxprobe.agent.parts.flight import FlightTap
+from mxprobe.agent.parts.gemms import ModuleProbe, any_rollout
+from mxprobe.agent.parts.milestones import Milestones
+from mxprobe.agent.parts.norms import NormWatch
+from mxprobe.agent.parts.planted import PlantedOps
+from mxprobe.agent.parts.replays import Replays
+from mxprobe.agent.parts.routers import probe_of
+from mxprobe.agent.parts.signals import SignalTaps, any_sink
+from mxprobe.agent.parts.switch import RecipeSwitch, Request
+from mxprobe.agent.parts.sync import WeightSync
+from mxprobe.agent.parts.tokens import TokenTaps
+from mxprobe.agent.parts.warm_up import WarmUp
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
-from mxprobe.agent.signals import SignalTaps, any_sink
 from mxprobe.agent.stepping import watch_steps
-from mxprobe.agent.switching import RecipeSwitch, Request
-from mxprobe.agent.tokens import TokenTaps
 from mxprobe.agent.transport import Transport
-from mxprobe.agent.warm_up import WarmUp
 from mxprobe.agent.worker import Worker
+from mxprobe.measuring.adapters.expert_numbers import first_experts
+from mxprobe.measuring.adapters.inventory import COMPILED, Entry, is_compiled, not_to_be_hooked, take_inventory
+from mxprobe.measuring.adapters.inventory import misfits as find_misfits
+from mxprobe.measuring.adapters.master import is_stepped_by
+from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.adapters.token_groups import token_group
+from mxprobe.measuring.engines.layouts import HeldWeight, weights_of
+from mxprobe.measuring.isolation import in_backward
+from mxprobe.measuring.operands.bare_weights import copy_weights
+from mxprobe.measuring.versions.weight_history import RECENT, copy_versions
 from mxprobe.protocol import AgentConfig
 
 METRICS = "metrics"

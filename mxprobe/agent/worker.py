@@ -9,20 +9,20 @@ from typing import Any, Callable
 
 import torch
 
-from mxprobe.agent.bare_weights import WeightsSnapshot
-from mxprobe.agent.codes import RECENT, Copies, Version, WeightHistory
-from mxprobe.agent.engines import forms
-from mxprobe.agent.engines.fingerprints import trainer_rows
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.measure import measure_step
-from mxprobe.agent.moe.behaviour import OutputState
-from mxprobe.agent.moe.snapshot import ExpertsSnapshot
-from mxprobe.agent.noise import NormWeights
-from mxprobe.agent.recipes import Recipe
 from mxprobe.agent.recorder import Recorder
-from mxprobe.agent.sampling import spread
-from mxprobe.agent.snapshot import Snapshot
-from mxprobe.agent.updates import update_row
+from mxprobe.measuring.engines import forms
+from mxprobe.measuring.engines.fingerprints import trainer_rows
+from mxprobe.measuring.moe.behaviour import OutputState
+from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
+from mxprobe.measuring.operands.bare_weights import WeightsSnapshot
+from mxprobe.measuring.operands.snapshot import Snapshot
+from mxprobe.measuring.recipes import Recipe
+from mxprobe.measuring.sampling import spread
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.updates import update_row
+from mxprobe.measuring.versions.weight_history import RECENT, Copies, Version, WeightHistory
+from mxprobe.measuring.versions.weight_noise import NormWeights
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Phase
 

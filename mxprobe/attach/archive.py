@@ -30,7 +30,9 @@ def shipped_files() -> dict[str, bytes]:
 def _shipped_paths() -> dict[str, Path]:
     probe = Path(mxprobe.__file__).parent
     kernels = Path(mxprobe_kernels.__file__).parent
-    paths = [probe / f"{name}.py" for name in _TOP_LEVEL] + sorted((probe / "agent").rglob("*.py"))
+    paths = [probe / f"{name}.py" for name in _TOP_LEVEL]
+    for folder in ("agent", "measuring"):
+        paths += sorted((probe / folder).rglob("*.py"))
     paths += [probe / "emulation" / f"{name}.py" for name in EMULATION]
     shipped = {f"mxprobe/{path.relative_to(probe).as_posix()}": path for path in paths}
     return shipped | {f"mxprobe_kernels/{name}.py": kernels / f"{name}.py" for name in mxprobe_kernels.SHIPPED_MODULES}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from mxprobe.agent.engines.forms import AS_HELD, NOT_COMPARABLE, TABLE, TRANSPOSED
+from mxprobe.measuring.engines.forms import AS_HELD, NOT_COMPARABLE, TABLE, TRANSPOSED
 from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 
@@ -26,7 +26,8 @@ BETWEEN = "between"
 WRONG = (BEHIND, TURNED, FLIPPED, UNKNOWN)
 """States that are findings."""
 LAGS = 4
-"""Versions without a gap that are enough: so many are kept around a probed step (`mxprobe.agent.codes`)."""
+"""Versions without a gap that are enough: so many are kept around a probed step
+(`mxprobe.measuring.versions.weight_history`)."""
 MAX_NAMED = 3
 """Weights that a sentence names."""
 MOSTLY = 0.5

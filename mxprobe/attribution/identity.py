@@ -3,11 +3,11 @@
     energies and counts   once per part of the operand            "tokens=r0 in=1/2"
     output sums           once per part of the GEMM's product     "tokens=r0 in=1/2 | out=0/2"
 
-A part is the text of column `placement` (`mxprobe.agent.adapters.placement`), and of ranks that hold the same one the
-lowest counts: W is on every data-parallel rank, X on every tensor-parallel one. A row whose text is empty says nothing
-and is never another's copy. Rows of traces without the column, and of one rank, are as they are. Over a contraction
-that is sharded the product of each rank is a partial sum: energies add up to those of the whole, output sums to those
-of the parts.
+A part is the text of column `placement` (`mxprobe.measuring.adapters.placement`), and of ranks that hold the same one
+the lowest counts: W is on every data-parallel rank, X on every tensor-parallel one. A row whose text is empty says
+nothing and is never another's copy. Rows of traces without the column, and of one rank, are as they are. Over a
+contraction that is sharded the product of each rank is a partial sum: energies add up to those of the
+whole, output sums to those of the parts.
 
 Names are those of the whole model, and different layers of one name are kept apart: `mxprobe.trace.identity`.
 """

@@ -21,7 +21,7 @@
                    of each Linear's output when all Linears round: 10 log10 ||y||^2 / ||error||^2 in dB, and the
                    parts of ||y||^2 that its own rounding and the layers before it add; the two overlap, so that they
                    do not sum to the error (signal-noise view). Measured by replays:
-                   `mxprobe.agent.replay.representation`
+                   `mxprobe.measuring.replay.representation`
     basin_cosine   cos(gradient at w = Q(w), w - Q(w)): below 0 a descent step from Q(w) leads back towards w (QAT
                    basin, arXiv 2606.09012). Of replays, with the gradient at the policy that the run had
     relative_drift Y / X: mean |p_rollout - p_train| of sampled tokens in the last quarter of the measured steps over

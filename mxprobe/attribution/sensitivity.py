@@ -1,6 +1,6 @@
 """Which operands move the policy: Delta2 averaged over replayed microbatches, with intervals for their ranks.
 
-    Delta2 = sum of delta_b^2 / n_tokens        predicted KL = Delta2 / 2        (mxprobe.agent.replay.sensitivity)
+    Delta2 = sum of delta_b^2 / n_tokens        predicted KL = Delta2 / 2        (mxprobe.measuring.replay.sensitivity)
 
 First order: the sum over operands is a prediction of the whole only while the mismatch is small, and it does not see
 experts being switched. `validity` holds it against replays.

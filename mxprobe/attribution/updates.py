@@ -7,7 +7,8 @@
     r_w         = sum |dQ| / sum |dW|                                        TetraJet's oscillation ratio, one step
     near_frac   = elements within a tenth of a grid step of a rounding boundary; .2 where they lie evenly
 
-Between the weights of neighbouring steps (`mxprobe.agent.updates`), on the watched output features. Sums first.
+Between the weights of neighbouring steps (`mxprobe.measuring.versions.updates`), on the watched output features.
+Sums first.
 """
 
 from collections.abc import Sequence

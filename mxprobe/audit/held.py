@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mxprobe.agent.engines.forms import NOT_COMPARABLE
 from mxprobe.attribution.held import BEHIND, FLIPPED, TURNED, UNKNOWN, HeldVersion, held_words
+from mxprobe.measuring.engines.forms import NOT_COMPARABLE
 
 from .pitfalls import PITFALLS, Finding
 

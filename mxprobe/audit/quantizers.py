@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mxprobe.agent.recipes import CORRECTED, EXACT_FRAC, NONE, OTHER_FORMATS, RULES, Call, infer_recipe, quantize
+from mxprobe.measuring.recipes import CORRECTED, EXACT_FRAC, NONE, OTHER_FORMATS, RULES, Call, infer_recipe, quantize
 
 from .pitfalls import PITFALLS, Finding
 

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.codes import WeightHistory
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.hooks import ModuleProbe
-from mxprobe.agent.measure import measure_step
-from mxprobe.agent.recipes import Recipe
-from mxprobe.agent.replay.arms import replay_arms
-from mxprobe.agent.replay.call import capture
-from mxprobe.agent.replay.sensitivity import measure_sensitivity
-from mxprobe.agent.sampling import seed_of
-from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.parts.gemms import ModuleProbe
 from mxprobe.errors import MxprobeError
+from mxprobe.measuring.operands.snapshot import Snapshot
+from mxprobe.measuring.recipes import Recipe
+from mxprobe.measuring.replay.arms import replay_arms
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.sensitivity import measure_sensitivity
+from mxprobe.measuring.sampling import seed_of
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 
 from .calibration import Batch

@@ -1,7 +1,8 @@
 """Modules that ranks call alike and that are not one: kept apart wherever rows of ranks are added.
 
-The agent calls layers and experts by their index in the whole model (`mxprobe.agent.adapters.identity`). Where it could
-not tell, two pipeline stages may still both have a `layers.0`: modules of one name and of different class or size.
+The agent calls layers and experts by their index in the whole model (`mxprobe.measuring.adapters.identity`). Where it
+could not tell, two pipeline stages may still both have a `layers.0`: modules of one name and of different class or
+size.
 """
 
 from collections.abc import Sequence

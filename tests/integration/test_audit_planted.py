@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import optimizer as optimizer_hooks
 
 from mxprobe.agent import worker
-from mxprobe.agent.recipes import quantize
 from mxprobe.audit import PITFALLS, audit
 from mxprobe.cli import main
+from mxprobe.measuring.recipes import quantize
 from mxprobe.trace import TraceWriter, open_trace
 from tests.standin_controller import agent_thread, controlled, wait_for
 from tests.unit.test_audit_quantizers import LINEARS, QUANTIZERS

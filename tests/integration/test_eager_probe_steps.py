@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.eager import EVENT, NOT_BIT_EXACT, EagerSteps
 from mxprobe.agent.guard import Guard
+from mxprobe.agent.parts.eager import EVENT, NOT_BIT_EXACT, EagerSteps
 from tests.standin_controller import agent_thread, controlled, wait_for
 
 EVERY = 4

@@ -1,6 +1,6 @@
 """A fault in any callable of the agent: the run keeps its bits, the agent leaves nothing behind, and says what failed.
 
-Every function of `mxprobe.agent` is found by walking over its modules; a fault is planted by putting one that raises in
+Every function of `mxprobe.agent` and `mxprobe.measuring` is found by walking over its modules; a fault is planted by putting one that raises in
 its place. A few are planted by default and those of `PLANTED` in the slow tests. `MXPROBE_FAULTS=all` plants one in
 each function there is, in a process of its own.
 """
@@ -24,79 +24,82 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
 import mxprobe.agent
-from mxprobe.agent import hooks
-from tests.fault_runs import CONFIG, KINDS, codes_entered, with_a_sink
+import mxprobe.measuring
+from mxprobe.agent.parts import gemms as hooks
+from tests.fault_runs import CONFIG, KINDS, codes_entered, is_shipped, with_a_sink
 from tests.standin_controller import StandinController, controlled
 from tests.watched_run import SINK, errors_told, fingerprint_alone, step_until_it_has_left, what_is_left
 
 # What torch, the interpreter or a wrapped function of the user's calls directly, and what their `except` clauses call:
 # they hold the guards. To replace one is to replace what is to be tested.
 GUARDS = {
-    "batch.BatchTaps._listen",
-    "boot._Agent._at_exit",
-    "boot.start",
-    "engines.sync.WeightSync._on_load",
-    "flight.FlightTap._on_enter",
-    "flight.FlightTap._on_leave",
-    "guard.Guard.swallow",
-    "hooks.ModuleProbe._forward_hook",
-    "interruptions.is_of_a_signal_handler",
-    "ledger.Ledger.on_event",
-    "milestones.Milestones._listen",
-    "milestones.Milestones._on_optimizer_state",
-    "milestones.Milestones._on_weights",
-    "planted.PlantedOps.on_gradient",
-    "planted.PlantedOps.on_operands",
-    "moe.capture.ExpertsProbe._before",
-    "moe.capture.ExpertsProbe._forward_hook",
-    "replay.live.Replays._fail",
-    "replay.live.Replays._give_up",
-    "replay.live.Replays._on_enter",
-    "replay.live.Replays._on_leave",
-    "roots.RootWatch._enter",
-    "roots.RootWatch._leave",
-    "session.Session._on_optimizer_step",
-    "session.Session._on_root_enter",
-    "session.Session._on_root_leave",
-    "session.Session._on_serving_enter",
-    "signals.SignalTaps._listen",
-    "taps.splice.Splice._hear",
-    "taps.table.Tap.source",
+    "agent.parts.batches.BatchTaps._listen",
+    "agent.boot._Agent._at_exit",
+    "agent.boot.start",
+    "agent.parts.sync.WeightSync._on_load",
+    "agent.parts.flight.FlightTap._on_enter",
+    "agent.parts.flight.FlightTap._on_leave",
+    "agent.guard.Guard.swallow",
+    "agent.parts.gemms.ModuleProbe._forward_hook",
+    "measuring.interruptions.is_of_a_signal_handler",
+    "agent.ledger.Ledger.on_event",
+    "agent.parts.milestones.Milestones._listen",
+    "agent.parts.milestones.Milestones._on_optimizer_state",
+    "agent.parts.milestones.Milestones._on_weights",
+    "agent.parts.planted.PlantedOps.on_gradient",
+    "agent.parts.planted.PlantedOps.on_operands",
+    "agent.parts.experts.ExpertsProbe._before",
+    "agent.parts.experts.ExpertsProbe._forward_hook",
+    "agent.parts.replays.Replays._fail",
+    "agent.parts.replays.Replays._give_up",
+    "agent.parts.replays.Replays._on_enter",
+    "agent.parts.replays.Replays._on_leave",
+    "agent.roots.RootWatch._enter",
+    "agent.roots.RootWatch._leave",
+    "agent.session.Session._on_optimizer_step",
+    "agent.session.Session._on_root_enter",
+    "agent.session.Session._on_root_leave",
+    "agent.session.Session._on_serving_enter",
+    "agent.parts.signals.SignalTaps._listen",
+    "agent.taps.splice.Splice._hear",
+    "agent.taps.table.Tap.source",
 }
 # What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
 WAYS_OUT = {
-    "boot._Agent._leave",
-    "forward_hooks.ForwardHooks.remove",
-    "hooks.ModuleProbe._disarm",
-    "hooks.ModuleProbe.remove",
-    "listening.Listening.abandon",
-    "milestones.Milestones.remove",
-    "moe.capture.ExpertsProbe._disarm",
-    "moe.capture.ExpertsProbe._leave",
-    "moe.gemms.GemmWatch.is_elsewhere",
-    "moe.gemms.GemmWatch.leave",
-    "noise.NormWatch.remove",
-    "roots.RootWatch.close",
-    "session.Session._remove",
-    "session.Session._take_out",
-    "session.Session.abandon",
-    "session.Session.close",
-    "signals.SignalTaps.unwrap",
-    "taps.splice.Splice._give_back",
-    "taps.splice.Splice.remove",
-    "taps.splices.Splices._is_back",
-    "taps.splices.Splices.give_back",
-    "tokens.TokenTaps.remove",
-    "transport.Transport.close",
-    "worker.Worker.stop",
+    "agent.boot._Agent._leave",
+    "agent.parts.forward_hooks.ForwardHooks.remove",
+    "agent.parts.gemms.ModuleProbe._disarm",
+    "agent.parts.gemms.ModuleProbe.remove",
+    "agent.listening.Listening.abandon",
+    "agent.parts.milestones.Milestones.remove",
+    "agent.parts.experts.ExpertsProbe._disarm",
+    "agent.parts.experts.ExpertsProbe._leave",
+    "agent.parts.gemm_watch.GemmWatch.is_elsewhere",
+    "agent.parts.gemm_watch.GemmWatch.leave",
+    "agent.parts.norms.NormWatch.remove",
+    "agent.roots.RootWatch.close",
+    "agent.session.Session._remove",
+    "agent.session.Session._take_out",
+    "agent.session.Session.abandon",
+    "agent.session.Session.close",
+    "agent.parts.signals.SignalTaps.unwrap",
+    "agent.taps.splice.Splice._give_back",
+    "agent.taps.splice.Splice.remove",
+    "agent.taps.splices.Splices._is_back",
+    "agent.taps.splices.Splices.give_back",
+    "agent.parts.tokens.TokenTaps.remove",
+    "agent.transport.Transport.close",
+    "agent.worker.Worker.stop",
 }
 
 
 def agent_modules() -> dict[str, ModuleType]:
-    """Name below `mxprobe.agent` -> module, all of them."""
-    path, prefix = mxprobe.agent.__path__, "mxprobe.agent."
-    found = (importlib.import_module(info.name) for info in pkgutil.walk_packages(path, prefix))
-    return {module.__name__.removeprefix(prefix): module for module in found}
+    """Name below `mxprobe` -> module, of all that runs inside the user's process."""
+    found: dict[str, ModuleType] = {}
+    for package in (mxprobe.agent, mxprobe.measuring):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            found[info.name.removeprefix("mxprobe.")] = importlib.import_module(info.name)
+    return found
 
 
 def callables() -> dict[str, tuple[Any, str]]:
@@ -118,7 +121,7 @@ def callables() -> dict[str, tuple[Any, str]]:
 def _is_written_here(raw: Any) -> bool:
     """False for what `dataclass` and its like have made."""
     function = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
-    return isinstance(function, FunctionType) and "/mxprobe/agent/" in function.__code__.co_filename
+    return isinstance(function, FunctionType) and is_shipped(function.__code__)
 
 
 class Fault:
@@ -185,30 +188,38 @@ def test_without_a_fault(tmp_path: Path) -> None:
 
 # name -> (what it raises, how the attach ends, the place that the first error is told of)
 PLANTED: dict[str, tuple[BaseException, str, str]] = {
-    "hooks.ModuleProbe._on_call": (RuntimeError("planted"), "error_budget", "forward hook of block.up"),
-    "weights.sample_weight": (MemoryError(), "error_budget", "forward hook of block.up"),
-    "snapshot.Snapshot.add_gradient": (torch.OutOfMemoryError("planted"), "error_budget", "gradient hook of lm_head"),
-    "flight.FlightTap._take": (TypeError("planted"), "error_budget", "flight recorder at embed"),
-    "noise.NormWatch._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
-    "milestones.Milestones._note": (RuntimeError("planted"), "asked", "torch.serialization.save"),
-    "signals.SignalTaps._rows": (ValueError("planted"), "error_budget", f"{SINK}.Tracking.log"),
-    "replay.call.capture": (RuntimeError("planted"), "asked", "capturing a call"),
-    "replay.sensitivity.measure_sensitivity": (MemoryError(), "asked", "replaying a call"),
-    "session.Session._end_step": (KeyError("planted"), "error_budget", "optimizer step"),
-    "session.Session._install": (AttributeError("planted"), "error_budget", "optimizer step"),
-    "worker.Worker.measure": (RuntimeError("planted"), "error_budget", "measuring"),
-    "measure.measure_step": (MemoryError(), "error_budget", "measuring"),
-    "black_box.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
-    "recorder.Recorder.flush": (MemoryError(), "error_budget", ""),
-    "transport.Transport.batch": (MemoryError(), "error_budget", ""),
-    "transport.Transport._send_all": (RuntimeError("planted"), "", ""),
-    "worker.Worker._next_job": (MemoryError(), "worker_died", ""),
-    "worker.Worker.__init__": (RuntimeError("can't start new thread"), "load_failed", ""),
-    "session.Session.tick": (RuntimeError("planted"), "agent_failed", ""),
-    "roots._silence": (RuntimeError("planted"), "load_failed", ""),
-    "replay.sharded.is_sharded": (RuntimeError("planted"), "asked", "replays"),
+    "agent.parts.gemms.ModuleProbe._on_call": (RuntimeError("planted"), "error_budget", "forward hook of block.up"),
+    "measuring.operands.weights.sample_weight": (MemoryError(), "error_budget", "forward hook of block.up"),
+    "measuring.operands.snapshot.Snapshot.add_gradient": (
+        torch.OutOfMemoryError("planted"),
+        "error_budget",
+        "gradient hook of lm_head",
+    ),
+    "agent.parts.flight.FlightTap._take": (TypeError("planted"), "error_budget", "flight recorder at embed"),
+    "agent.parts.norms.NormWatch._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
+    "agent.parts.milestones.Milestones._note": (RuntimeError("planted"), "asked", "torch.serialization.save"),
+    "agent.parts.signals.SignalTaps._rows": (ValueError("planted"), "error_budget", f"{SINK}.Tracking.log"),
+    "measuring.replay.call.capture": (RuntimeError("planted"), "asked", "capturing a call"),
+    "measuring.replay.sensitivity.measure_sensitivity": (MemoryError(), "asked", "replaying a call"),
+    "agent.session.Session._end_step": (KeyError("planted"), "error_budget", "optimizer step"),
+    "agent.session.Session._install": (AttributeError("planted"), "error_budget", "optimizer step"),
+    "agent.worker.Worker.measure": (RuntimeError("planted"), "error_budget", "measuring"),
+    "measuring.step_rows.measure_step": (MemoryError(), "error_budget", "measuring"),
+    "agent.parts.black_box.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
+    "agent.recorder.Recorder.flush": (MemoryError(), "error_budget", ""),
+    "agent.transport.Transport.batch": (MemoryError(), "error_budget", ""),
+    "agent.transport.Transport._send_all": (RuntimeError("planted"), "", ""),
+    "agent.worker.Worker._next_job": (MemoryError(), "worker_died", ""),
+    "agent.worker.Worker.__init__": (RuntimeError("can't start new thread"), "load_failed", ""),
+    "agent.session.Session.tick": (RuntimeError("planted"), "agent_failed", ""),
+    "agent.roots._silence": (RuntimeError("planted"), "load_failed", ""),
+    "measuring.replay.sharded.is_sharded": (RuntimeError("planted"), "asked", "replays"),
 }
-BY_DEFAULT = ("hooks.ModuleProbe._on_call", "snapshot.Snapshot.add_gradient", "worker.Worker.measure")
+BY_DEFAULT = (
+    "agent.parts.gemms.ModuleProbe._on_call",
+    "measuring.operands.snapshot.Snapshot.add_gradient",
+    "agent.worker.Worker.measure",
+)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the threads that have died
@@ -231,7 +242,7 @@ def test_a_fault_is_told_of_and_harms_nobody(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_looked_at_is_not_served(tmp_path: Path) -> None:
-    _, controller = run_with("session._has_linear", RuntimeError("planted"), tmp_path, "engine")
+    _, controller = run_with("agent.session._has_linear", RuntimeError("planted"), tmp_path, "engine")
     assert controller.frame("failed")["reason"] == "no_model"
     assert errors_told(controller) == ["looking at a model that serves: RuntimeError: planted"]
 
@@ -246,7 +257,12 @@ def no_mode_stays() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_mode_stays")
 @pytest.mark.parametrize(
-    "name", ["moe.gemms.GemmWatch.enter", "moe.adapters._first_tensor", "moe.gemms.GemmWatch.leave"]
+    "name",
+    [
+        "agent.parts.gemm_watch.GemmWatch.enter",
+        "measuring.adapters.experts._first_tensor",
+        "agent.parts.gemm_watch.GemmWatch.leave",
+    ],
 )
 def test_a_probe_that_takes_itself_off_in_a_call_has_others_on_the_module(name: str, tmp_path: Path) -> None:
     """torch goes on to call the other's hooks, which have been taken out, with other arguments."""
@@ -258,7 +274,8 @@ def test_a_probe_that_takes_itself_off_in_a_call_has_others_on_the_module(name: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kind"), [("ledger.Ledger.on_switch_answer", "asked"), ("listening.Listening._on_event", "logger")]
+    ("name", "kind"),
+    [("agent.ledger.Ledger.on_switch_answer", "asked"), ("agent.listening.Listening._on_event", "logger")],
 )
 def test_nothing_is_put_in_by_an_agent_that_fails_as_it_comes_or_goes(name: str, kind: str, tmp_path: Path) -> None:
     fault, _ = run_with(name, RuntimeError("planted"), tmp_path, kind)
@@ -271,13 +288,13 @@ def test_words_that_fail_are_not_needed(tmp_path: Path) -> None:
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    _, controller = run_with("hooks.ModuleProbe._on_call", MuteError(), tmp_path)
+    _, controller = run_with("agent.parts.gemms.ModuleProbe._on_call", MuteError(), tmp_path)
     assert errors_told(controller)[0] == "forward hook of block.up: MuteError, whose own words failed"
 
 
 def test_the_guards_exist() -> None:
     assert set(callables()) >= GUARDS | WAYS_OUT | set(PLANTED)
-    assert callables()["hooks.ModuleProbe._forward_hook"][0] is hooks.ModuleProbe
+    assert callables()["agent.parts.gemms.ModuleProbe._forward_hook"][0] is hooks.ModuleProbe
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import optimizer as optimizer_hooks
 
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.milestones import Milestones
-from mxprobe.agent.recipes import quantize
+from mxprobe.agent.parts.milestones import Milestones
+from mxprobe.measuring.recipes import quantize
 from tests.standin_controller import agent_thread, controlled, wait_for
 
 

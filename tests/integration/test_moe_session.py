@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mxprobe.agent import worker
-from mxprobe.agent.recipes import quantize
+from mxprobe.measuring.recipes import quantize
 from tests.integration.test_mismatch import N_SEQUENCES, Loop, attend
 from tests.moe_models import tiny
 from tests.standin_controller import controlled

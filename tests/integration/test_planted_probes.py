@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import mxprobe as package
-from mxprobe.agent.planted import CHECKPOINTED, EVENT, NOT_BIT_EXACT, NOTE, PLANTING
+from mxprobe.agent.parts.planted import CHECKPOINTED, EVENT, NOT_BIT_EXACT, NOTE, PLANTING
 from mxprobe.attribution import recommend
 from mxprobe.errors import TraceError
 from mxprobe.schema import COUNTS, ENERGY_SUMS, Role, Verdict

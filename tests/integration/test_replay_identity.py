@@ -173,7 +173,7 @@ def test_what_cannot_be_replayed_is_left_alone_and_said(how: str, reason: str, t
 
 
 def test_a_replay_that_fails_is_counted_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from mxprobe.agent.replay import live
+    from mxprobe.agent.parts import replays as live
 
     def broken(*_args: object, **_options: object) -> None:
         raise RuntimeError("planted")

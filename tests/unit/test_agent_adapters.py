@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.agent.adapters.adapter import MISFIT, held
-from mxprobe.agent.adapters.table import ADAPTERS, adapter_of
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.hooks import ModuleProbe
-from mxprobe.agent.inventory import misfits, module_rows, take_inventory
-from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.inventory import module_rows
+from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.measuring.adapters.adapter import MISFIT, held
+from mxprobe.measuring.adapters.inventory import misfits, take_inventory
+from mxprobe.measuring.adapters.table import ADAPTERS, adapter_of
+from mxprobe.measuring.operands.snapshot import Snapshot
 from tests import standin_modules as upstream
 
 K, OUT, ROWS = 64, 32, 96

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mxprobe.agent.device_steps import MAX_PENDING, DeviceSteps
+from mxprobe.agent.parts.device_steps import MAX_PENDING, DeviceSteps
 
 
 class Device:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mxprobe.agent.black_box import Entry
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.flight import FlightTap, Norms
 from mxprobe.agent.guard import Guard
+from mxprobe.agent.parts.black_box import Entry
+from mxprobe.agent.parts.flight import FlightTap, Norms
 
 
 class Net(nn.Module):

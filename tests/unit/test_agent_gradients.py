@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mxprobe.agent.adapters.master import gradient_of, is_stepped_by
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.hooks import ModuleProbe
+from mxprobe.agent.parts.gemms import ModuleProbe
 from mxprobe.agent.roots import trained_roots
-from mxprobe.agent.snapshot import Snapshot
+from mxprobe.measuring.adapters.master import gradient_of, is_stepped_by
+from mxprobe.measuring.operands.snapshot import Snapshot
 
 K, OUT = 32, 16
 

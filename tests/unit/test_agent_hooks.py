@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.hooks import ModuleProbe
-from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.measuring.operands.snapshot import Snapshot
 
 
 class Watched:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mxprobe.agent.interruptions import is_of_a_signal_handler
+from mxprobe.measuring.interruptions import is_of_a_signal_handler
 
 
 class TooLateError(Exception):

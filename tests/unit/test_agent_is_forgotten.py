@@ -10,10 +10,12 @@ import sys
 FORGET = """
 import gc, importlib, pkgutil, sys, weakref
 import torch
-import mxprobe.agent
+import mxprobe.agent, mxprobe.measuring
 
-for _, name, _ in pkgutil.walk_packages(mxprobe.agent.__path__, "mxprobe.agent."):
-    importlib.import_module(name)
+for package in (mxprobe.agent, mxprobe.measuring):
+    for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(name)
+del package
 ours = [name for name in sys.modules if name.partition(".")[0] in ("mxprobe", "mxprobe_kernels")]
 classes = {
     f"{name}.{key}": weakref.ref(value)

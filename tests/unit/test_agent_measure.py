@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.adapters.placement import Placement, Shard
-from mxprobe.agent.codes import WeightHistory
-from mxprobe.agent.measure import measure_step
-from mxprobe.agent.operands import IDENTITY_TOLERANCE, identity_error
-from mxprobe.agent.snapshot import Snapshot, choose_rows
-from mxprobe.agent.weights import sample_weight
+from mxprobe.measuring.adapters.placement import Placement, Shard
+from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, identity_error
+from mxprobe.measuring.operands.snapshot import Snapshot, choose_rows
+from mxprobe.measuring.operands.weights import sample_weight
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES, Role
 

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent import extent, operands, snapshot, weights
 from mxprobe.agent.allocator import Held
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.codes import WeightHistory
-from mxprobe.agent.extent import BYTES_OF_BATCH
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.hooks import ModuleProbe
-from mxprobe.agent.measure import measure_step
 from mxprobe.agent.memory import DeviceMemory, bytes_of
-from mxprobe.agent.operands import Operand, measure_corrections, measure_operand
-from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.measuring.operands import extent, snapshot, weights
+from mxprobe.measuring.operands import operand as operands
+from mxprobe.measuring.operands.extent import BYTES_OF_BATCH
+from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
+from mxprobe.measuring.operands.snapshot import Snapshot
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels import cpu_backend, cpu_quantizer

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizer_hooks
 
-from mxprobe.agent.noise import change
 from mxprobe.attribution.noise import weight_changes
 from mxprobe.emulation.aqn import NoiseSchedule, QuantizationNoise
+from mxprobe.measuring.versions.weight_noise import change
 from tests.standin_controller import StandinController, agent_thread, controlled, wait_for
 
 BATCH, TOKENS, WIDTH = 4, 6, 64

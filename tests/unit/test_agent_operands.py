@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import mxprobe_kernels
-from mxprobe.agent.operands import IDENTITY_TOLERANCE, Operand, identity_error, measure_corrections, measure_operand
+from mxprobe.measuring.operands.operand import (
+    IDENTITY_TOLERANCE,
+    Operand,
+    identity_error,
+    measure_corrections,
+    measure_operand,
+)
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Role
 from mxprobe_kernels.formats import DEFAULT_WHATIFS, Rule
 

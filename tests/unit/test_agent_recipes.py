@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from mxprobe.agent.recipes import CORRECTED, NONE, OTHER_FORMATS, RULES, Call, candidates, infer_recipe, quantize
 from mxprobe.attribution.measured import correction_of
+from mxprobe.measuring.recipes import CORRECTED, NONE, OTHER_FORMATS, RULES, Call, candidates, infer_recipe, quantize
 from mxprobe_kernels.formats import DEFAULT_WHATIFS
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mxprobe.agent.sampling import CERTAIN_SHARE, TILE, row_norms, sample_singles, sample_tiles, seed_of, take
+from mxprobe.measuring.sampling import CERTAIN_SHARE, TILE, row_norms, sample_singles, sample_tiles, seed_of, take
 
 
 def test_everything_is_taken_where_it_fits():

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from mxprobe.agent.weights import effective_weight, sample_weight
+from mxprobe.measuring.operands.weights import effective_weight, sample_weight
 
 
 class DropWeight(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.agent.recipes import RULES, quantize
 from mxprobe.audit.quantizers import CANDIDATES, audit_linear, audit_quantizer, infer_rule
+from mxprobe.measuring.recipes import RULES, quantize
 
 MX = "mxfp4+rceil"
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.bare_weights import WeightsSnapshot, copy_weights
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.codes import WeightHistory
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.hooks import ModuleProbe
-from mxprobe.agent.measure import measure_step
+from mxprobe.agent.parts.gemms import ModuleProbe
 from mxprobe.agent.recorder import to_columns
+from mxprobe.measuring.operands.bare_weights import WeightsSnapshot, copy_weights
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import OUTPUT_SUMS
 from mxprobe_kernels import reference

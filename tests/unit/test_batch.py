@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from mxprobe.agent.batch import BatchTaps, join, tokens_of
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.mismatch import rollout_rows
-from mxprobe.agent.signals import SignalTaps
-from mxprobe.agent.taps.batches import BATCH_TAPS, Batch, Ragged
+from mxprobe.agent.parts.batches import BatchTaps
+from mxprobe.agent.parts.signals import SignalTaps
+from mxprobe.agent.taps.batches import BATCH_TAPS
+from mxprobe.measuring.tokens.batch import Batch, Ragged, join, tokens_of
+from mxprobe.measuring.tokens.mismatch import rollout_rows
 from mxprobe.schema import TABLES
 from tests import standin_sinks
 

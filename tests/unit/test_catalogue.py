@@ -13,17 +13,17 @@ import torch
 from click.testing import CliRunner
 
 import mxprobe_kernels
-from mxprobe.agent.block_statistics import block_row, transposition_row
-from mxprobe.agent.mismatch import Pairs, rollout_rows
-from mxprobe.agent.operands import Operand, measure_operand
-from mxprobe.agent.replay.arms import replay_arms
-from mxprobe.agent.replay.call import capture
-from mxprobe.agent.replay.policy import PolicyGradient
-from mxprobe.agent.updates import update_row
 from mxprobe.attribution.catalogue import DEFINITIONS, NO_REPLAY, OLDER, catalogue
 from mxprobe.attribution.neighbours import relative_drift
 from mxprobe.attribution.recommendation import PaperColumn
 from mxprobe.cli import main
+from mxprobe.measuring.operands.block_statistics import block_row, transposition_row
+from mxprobe.measuring.operands.operand import Operand, measure_operand
+from mxprobe.measuring.replay.arms import replay_arms
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows
+from mxprobe.measuring.versions.updates import update_row
 from mxprobe.schema import Role
 from mxprobe.trace import TraceWriter, open_trace
 from tests import small_lm, synthetic

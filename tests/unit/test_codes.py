@@ -9,10 +9,16 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.codes import KEPT, Finding, WeightHistory, codes_word, copy_versions
-from mxprobe.agent.recipes import Call, infer_recipe, quantize
-from mxprobe.agent.snapshot import Snapshot
-from mxprobe.agent.weights import MIN_WATCHED, WATCHED_BYTES, sample_watched, sample_weight, watched_features
+from mxprobe.measuring.operands.snapshot import Snapshot
+from mxprobe.measuring.operands.weights import (
+    MIN_WATCHED,
+    WATCHED_BYTES,
+    sample_watched,
+    sample_weight,
+    watched_features,
+)
+from mxprobe.measuring.recipes import Call, infer_recipe, quantize
+from mxprobe.measuring.versions.weight_history import KEPT, Finding, WeightHistory, codes_word, copy_versions
 
 BASE = 100
 NAME = "layers.0.up"

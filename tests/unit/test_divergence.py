@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.agent.recipes import quantize
-from mxprobe.agent.replay.call import NotReplayableError, capture
-from mxprobe.agent.replay.paths import measure_floor, recomposed
-from mxprobe.agent.replay.residuals import blocks_of, difference, projected
 from mxprobe.attribution.layers import first_divergence as first_of_frame
 from mxprobe.attribution.rollouts import LogProbs, measured_floor
 from mxprobe.divergence import first_divergence, load, sketch
 from mxprobe.errors import UsageError
+from mxprobe.measuring.recipes import quantize
+from mxprobe.measuring.replay.call import NotReplayableError, capture
+from mxprobe.measuring.replay.paths import measure_floor, recomposed
+from mxprobe.measuring.replay.residuals import blocks_of, difference, projected
 from tests.small_lm import ALPHABET, SmallLM, linears
 
 MX = "mxfp4+rceil"

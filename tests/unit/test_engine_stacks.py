@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.engines import stacks
-from mxprobe.agent.engines.parts import parts_of
-from mxprobe.agent.engines.stacks import copy_stacks
 from mxprobe.attribution.held import HeldVersion, held_versions
 from mxprobe.audit import audit
 from mxprobe.engines import held_weights, record_weights
+from mxprobe.measuring.engines import stacks
+from mxprobe.measuring.engines.parts import parts_of
+from mxprobe.measuring.engines.stacks import copy_stacks
 from mxprobe.trace import open_trace
 from tests.standin_engine import (
     Backend,

@@ -12,15 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.engines import sync
-from mxprobe.agent.engines.fingerprints import engine_rows, features_of, not_comparable_row, row_hashes, trainer_rows
-from mxprobe.agent.engines.layouts import HeldWeight, NotComparable, decode_mxfp4, weights_of
-from mxprobe.agent.engines.sync import WeightSync
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.recipes import quantize
-from mxprobe.agent.weights import watched_features
+from mxprobe.agent.parts import sync
+from mxprobe.agent.parts.sync import WeightSync
 from mxprobe.attribution.held import HeldVersion, held_versions
 from mxprobe.audit import audit
+from mxprobe.measuring.engines.fingerprints import (
+    engine_rows,
+    features_of,
+    not_comparable_row,
+    row_hashes,
+    trainer_rows,
+)
+from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, decode_mxfp4, weights_of
+from mxprobe.measuring.operands.weights import watched_features
+from mxprobe.measuring.recipes import quantize
 from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter, open_trace
 from tests.standin_engine import (

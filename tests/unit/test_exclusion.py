@@ -14,9 +14,6 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mxprobe.agent.replay.arms import FORWARD_ROLES, replay_arms
-from mxprobe.agent.replay.call import capture
-from mxprobe.agent.replay.sensitivity import measure_sensitivity
 from mxprobe.attribution.exclusion import (
     BF16,
     DELTA2,
@@ -28,6 +25,9 @@ from mxprobe.attribution.exclusion import (
 )
 from mxprobe.attribution.patterns import exact_patterns
 from mxprobe.cli import main
+from mxprobe.measuring.replay.arms import FORWARD_ROLES, replay_arms
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.trace import TraceWriter
 from tests import small_lm
 from tests.synthetic import HEALTHY, columns_of, module_names

@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 import torch
 
-from mxprobe.agent.mismatch import Pairs, rollout_rows
 from mxprobe.attribution import Thresholds
 from mxprobe.attribution.decision import Reason, decide
 from mxprobe.attribution.explained import BOTH, NO_STEP, OTHERWISE, ExplainedMismatch, explained_mismatch
 from mxprobe.attribution.measured import measure
 from mxprobe.attribution.sentences import headline, what_would_change
+from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows
 from mxprobe.schema import Verdict
 from mxprobe.trace import open_trace
 from tests.synthetic import OUTLIERS, write_trace

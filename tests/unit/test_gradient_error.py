@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.replay.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe.attribution.gradients import gradient_ratios
+from mxprobe.measuring.operands.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe_kernels import error_fields
 from tests import small_lm
 

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 from torch import nn
 
-from mxprobe.agent.adapters.placement import Placement, Shard
-from mxprobe.agent.roots import named_modules
 from mxprobe.attribution.identity import distinct
 from mxprobe.attribution.ratios import sums_of, totals
 from mxprobe.checks.measures import OperandMeasures
+from mxprobe.measuring.adapters.module_names import named_modules
+from mxprobe.measuring.adapters.placement import Placement, Shard
 from mxprobe.schema import Role
 from mxprobe.trace import Trace, TraceWriter, open_trace
 from mxprobe.trace.identity import conflicting

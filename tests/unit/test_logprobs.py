@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.generation import (
+from mxprobe.measuring.tokens.generation import (
     Generation,
     Sampling,
     is_measured,
     measured_positions,
     sampling_in_progress,
 )
-from mxprobe.agent.head import Head, find_head
-from mxprobe.agent.logprobs import compute_dtype, pair_up, score_hidden, score_logits
-from mxprobe.agent.matching import left_aligned, match
-from mxprobe.agent.mismatch import Pairs, rollout_rows, signal_values
+from mxprobe.measuring.tokens.head import Head, find_head
+from mxprobe.measuring.tokens.logprobs import compute_dtype, pair_up, score_hidden, score_logits
+from mxprobe.measuring.tokens.matching import left_aligned, match
+from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows, signal_values
 from mxprobe.schema import TABLES
 from mxprobe_kernels import token_statistics
 from tests.small_lm import SmallLM

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mxprobe.agent.mismatch import Pairs, rollout_rows, signal_values
+from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows, signal_values
 from mxprobe.metric_aliases import ALIASES, ESTIMATORS, LOGGERS, PATTERNS, Alias
 from mxprobe.metrics import METRICS, Series, canonicalize, caveats, is_evaluation, preferred, resolve
 

@@ -20,16 +20,16 @@ from torch.utils.checkpoint import checkpoint
 import mxprobe
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.moe import snapshot
-from mxprobe.agent.moe.behaviour import OutputState
-from mxprobe.agent.moe.capture import ExpertsProbe
-from mxprobe.agent.moe.gemms import GemmWatch
-from mxprobe.agent.moe.measure import measure_experts
-from mxprobe.agent.moe.snapshot import ExpertsSnapshot
-from mxprobe.agent.moe.structure import expert_parameters
-from mxprobe.agent.moe.versions import watched_features
+from mxprobe.agent.parts.expert_versions import watched_features
+from mxprobe.agent.parts.experts import ExpertsProbe
+from mxprobe.agent.parts.gemm_watch import GemmWatch
 from mxprobe.agent.recorder import to_columns
 from mxprobe.audit.pitfalls import find_pitfalls
+from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.moe import expert_snapshot as snapshot
+from mxprobe.measuring.moe.behaviour import OutputState
+from mxprobe.measuring.moe.expert_rows import measure_experts
+from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels import reference
 from tests.moe_models import tiny, tokens

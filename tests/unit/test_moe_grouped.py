@@ -10,14 +10,15 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.inventory import module_rows, take_inventory
-from mxprobe.agent.moe import snapshot
-from mxprobe.agent.moe.behaviour import OutputState
-from mxprobe.agent.moe.grouped import GroupedProbe
-from mxprobe.agent.moe.measure import measure_experts
-from mxprobe.agent.moe.numbers import first_experts
-from mxprobe.agent.moe.routers import probe_of
-from mxprobe.agent.moe.snapshot import ExpertsSnapshot
+from mxprobe.agent.inventory import module_rows
+from mxprobe.agent.parts.grouped_experts import GroupedProbe
+from mxprobe.agent.parts.routers import probe_of
+from mxprobe.measuring.adapters.expert_numbers import first_experts
+from mxprobe.measuring.adapters.inventory import take_inventory
+from mxprobe.measuring.moe import expert_snapshot as snapshot
+from mxprobe.measuring.moe.behaviour import OutputState
+from mxprobe.measuring.moe.expert_rows import measure_experts
+from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels import reference
 from tests.standin_modules import GroupedLinear

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.moe.replayed import RoutingReplay
-from mxprobe.agent.moe.structure import is_router
-from mxprobe.agent.replay.arms import ROUTED, replay_arms
-from mxprobe.agent.replay.call import capture
+from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.replay.arms import ROUTED, replay_arms
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.expert_forwards import RoutingReplay
 from tests.moe_models import tiny, tokens
 
 

@@ -9,11 +9,11 @@ import torch
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.moe.routers import RouterProbe, probe_of
-from mxprobe.agent.moe.routing import routing_row
-from mxprobe.agent.moe.structure import is_router
-from mxprobe.agent.recipes import quantize
-from mxprobe.agent.snapshot import Snapshot
+from mxprobe.agent.parts.routers import RouterProbe, probe_of
+from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.moe.routing import routing_row
+from mxprobe.measuring.operands.snapshot import Snapshot
+from mxprobe.measuring.recipes import quantize
 from tests.moe_models import tiny
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import mxprobe_kernels
-from mxprobe.agent.block_statistics import TOP_PERCENT, block_row, transposition_row
-from mxprobe.agent.operands import Operand, measure_corrections, measure_operand
-from mxprobe.agent.weights import sample_weight
 from mxprobe.attribution.neighbours import alignments, block_ratios, bucket_ratio, bucket_ratios
 from mxprobe.attribution.tensor import judge_tensor
+from mxprobe.measuring.operands.block_statistics import TOP_PERCENT, block_row, transposition_row
+from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
+from mxprobe.measuring.operands.weights import sample_weight
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES, Role
 from mxprobe_kernels.formats import CHANNEL_WHATIFS, Correction

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from rich.console import Console
 
-from mxprobe.agent.recipes import Call, infer_recipe
 from mxprobe.attribution import CorrectionScore, OperandGroup, Recommendation, Thresholds, recommend
 from mxprobe.attribution.costs import cost_of, tier_of
 from mxprobe.attribution.recommendation import JSON_SCHEMA
@@ -25,6 +24,7 @@ from mxprobe.attribution.snippets import FRAMEWORKS, TORCH_FRAMEWORKS, Emulated,
 from mxprobe.cli import main
 from mxprobe.cli.recommend import show
 from mxprobe.errors import EXIT_TRACE, EXIT_USAGE, UsageError
+from mxprobe.measuring.recipes import Call, infer_recipe
 from mxprobe.schema import Component, Role
 from mxprobe.trace import TraceWriter, open_trace
 from mxprobe_kernels import apply_correction, quantize_dequantize

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.replay import preserve
-from mxprobe.agent.replay.arms import DEFAULT_ARMS, arm_product, quantizer, replay_arms
-from mxprobe.agent.replay.call import NotReplayableError, capture, forward, replay_target, replayed
-from mxprobe.agent.replay.linears import Intercept, exact_product
-from mxprobe.agent.replay.policy import draw_tokens, find_policy, given_tokens
-from mxprobe.agent.replay.preserve import BufferChangedError, RandomState, preserved
+from mxprobe.measuring.replay import preserve
+from mxprobe.measuring.replay.arms import DEFAULT_ARMS, arm_product, quantizer, replay_arms
+from mxprobe.measuring.replay.call import NotReplayableError, capture, forward, replay_target, replayed
+from mxprobe.measuring.replay.linears import Intercept, exact_product
+from mxprobe.measuring.replay.policy import draw_tokens, find_policy, given_tokens
+from mxprobe.measuring.replay.preserve import BufferChangedError, RandomState, preserved
 from tests import small_lm
 
 HELD_OUT = 10**6
@@ -136,7 +136,7 @@ def test_what_wraps_a_model_is_left_out_and_what_communicates_refused():
 
 
 def test_other_ranks_are_not_kept_waiting(monkeypatch: pytest.MonkeyPatch):
-    from mxprobe.agent.replay import call
+    from mxprobe.measuring.replay import call
 
     monkeypatch.setattr(call, "_world_size", lambda: 4)
     with pytest.raises(NotReplayableError, match="4 ranks"):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from mxprobe.agent.replay.arms import DEFAULT_ARMS, replay_arms
-from mxprobe.agent.replay.call import capture
-from mxprobe.agent.replay.gradient_probes import probe_gradients
-from mxprobe.agent.replay.sensitivity import measure_sensitivity
 from mxprobe.cli import main
 from mxprobe.errors import EXIT_TRACE
+from mxprobe.measuring.replay.arms import DEFAULT_ARMS, replay_arms
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.gradient_probes import probe_gradients
+from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.trace import TraceWriter
 from tests import small_lm
 from tests.synthetic import columns_of

@@ -12,11 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.replay.arms import DEFAULT_ARMS, Arm, replay_arms
-from mxprobe.agent.replay.backward import WeightGradients
-from mxprobe.agent.replay.call import capture
-from mxprobe.agent.replay.gradient_error import WGRAD, gradient_error
-from mxprobe.agent.replay.policy import PolicyGradient
 from mxprobe.attribution.replays import (
     arm_effects,
     gradient_effects,
@@ -26,6 +21,11 @@ from mxprobe.attribution.replays import (
     kl_split,
     kl_structure,
 )
+from mxprobe.measuring.operands.gradient_error import WGRAD, gradient_error
+from mxprobe.measuring.replay.arms import DEFAULT_ARMS, Arm, replay_arms
+from mxprobe.measuring.replay.backward import WeightGradients
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.policy import PolicyGradient
 from mxprobe.schema import Role
 from tests import small_lm
 

@@ -13,14 +13,14 @@ from mxprobe.agent import allocator, guard
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import RESERVED, DeviceMemory
-from mxprobe.agent.replay import call as calls
-from mxprobe.agent.replay.allowance import shapes_of
-from mxprobe.agent.replay.arms import replay_arms
-from mxprobe.agent.replay.call import capture
-from mxprobe.agent.replay.gradient_probes import probe_gradients
-from mxprobe.agent.replay.live import Replays
-from mxprobe.agent.replay.policy import PolicyGradient
-from mxprobe.agent.replay.sensitivity import measure_sensitivity
+from mxprobe.agent.parts.allowance import shapes_of
+from mxprobe.agent.parts.replays import Replays
+from mxprobe.measuring.replay import call as calls
+from mxprobe.measuring.replay.arms import replay_arms
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.gradient_probes import probe_gradients
+from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.protocol import AgentConfig
 from tests import small_lm
 from tests.live_bytes import LiveBytes

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.replay.arms import Arm, replay_arms
-from mxprobe.agent.replay.call import capture
-from mxprobe.agent.replay.policy import PolicyGradient
 from mxprobe.attribution.neighbours import basin_cosines, representations
+from mxprobe.measuring.replay.arms import Arm, replay_arms
+from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.policy import PolicyGradient
 from mxprobe.schema import TABLES
 from tests import small_lm
 

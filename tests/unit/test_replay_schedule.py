@@ -7,7 +7,7 @@ import torch
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.replay.live import Replays
+from mxprobe.agent.parts.replays import Replays
 from mxprobe.protocol import AgentConfig
 from tests import small_lm
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.replay.arms import FORWARD_ROLES, replay_arms
-from mxprobe.agent.replay.call import NotReplayableError, capture
-from mxprobe.agent.replay.sensitivity import COMPONENTS, Sensitivity, measure_sensitivity
+from mxprobe.measuring.replay.arms import FORWARD_ROLES, replay_arms
+from mxprobe.measuring.replay.call import NotReplayableError, capture
+from mxprobe.measuring.replay.sensitivity import COMPONENTS, Sensitivity, measure_sensitivity
 from tests import small_lm
 
 HELD_OUT = 10**6

@@ -19,6 +19,7 @@ KERNELS = Path(mxprobe_kernels.__file__).parent
 SHIPPED = [
     *(PACKAGE / f"{name}.py" for name in ("__init__", "_version", "schema", "protocol", "listener", "errors")),
     *sorted((PACKAGE / "agent").rglob("*.py")),
+    *sorted((PACKAGE / "measuring").rglob("*.py")),
     *(PACKAGE / "emulation" / f"{name}.py" for name in EMULATION),
     *(KERNELS / f"{name}.py" for name in mxprobe_kernels.SHIPPED_MODULES),
 ]

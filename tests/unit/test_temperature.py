@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 
-from mxprobe.agent.mismatch import Pairs, rollout_rows
 from mxprobe.attribution.temperature import (
     NO_DRAWS,
     NO_ENTROPIES,
@@ -17,6 +16,7 @@ from mxprobe.attribution.temperature import (
     NO_TOKENS,
     effective_temperature,
 )
+from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows
 
 VOCABULARY, N = 50, 4000
 

@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.runtime import cache
 
-from mxprobe.agent import warm_up
+from mxprobe.agent.parts import warm_up
 from mxprobe_kernels import triton_cache
 from mxprobe_kernels.triton_cache import CHOICES, file_system_of, is_chosen, local_cache, local_directory
 from mxprobe_kernels.triton_policy import CHUNK, token_kernel

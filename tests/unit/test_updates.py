@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.codes import copy_versions
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.updates import near_boundary, update_row
 from mxprobe.agent.worker import Worker
 from mxprobe.attribution.updates import update_ratios, update_visibility
 from mxprobe.attribution.words import update_words
+from mxprobe.measuring.versions.updates import near_boundary, update_row
+from mxprobe.measuring.versions.weight_history import copy_versions
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent import session, warm_up
+from mxprobe.agent import session
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.warm_up import EVENT, WarmUp
+from mxprobe.agent.parts import warm_up
+from mxprobe.agent.parts.warm_up import EVENT, WarmUp
 from mxprobe.agent.worker import Worker
 from mxprobe.protocol import AgentConfig
 from tests.standin_controller import agent_thread, controlled, wait_for

@@ -8,38 +8,13 @@ copies the rollout's numbers over the trainer's, the two are the same and nothin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from mxprobe.agent.guard import is_plain, undisturbed
 from mxprobe.agent.taps.table import Tap
-
-PerToken = Any
-"""A padded tensor [B, T], a tensor [n] without boundaries, a `Ragged`, or a list of tensors [n_i]."""
-
-
-class Ragged(NamedTuple):
-    """A jagged nested tensor, taken apart: rows are values[offsets[i] : offsets[i + 1]]."""
-
-    values: torch.Tensor
-    offsets: torch.Tensor
-
-
-class Batch(NamedTuple):
-    """Tensors of one call, not yet copied. Only the two log-probabilities must be there for a measurement."""
-
-    rollout: PerToken
-    train: PerToken
-    mask: list[PerToken]
-    """Tokens that count: where all of them are non-zero. Per token or per sequence."""
-    advantage: Any
-    """Per token, or [B] per sequence."""
-    version: Any = None
-    """Of the policy that drew each token, or each sequence."""
-    version_now: int | None = None
-    """Of the trainer's."""
-
+from mxprobe.measuring.isolation import is_plain, undisturbed
+from mxprobe.measuring.tokens.batch import Batch, Ragged
 
 Arguments = Mapping[str, Any]
 

@@ -52,7 +52,7 @@ def _is_tensor(value: Any) -> bool:
 def _from_tensor(tensor: Any) -> float | None:
     import torch
 
-    from mxprobe.agent.guard import is_off_limits, is_plain, undisturbed
+    from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 
     if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.numel() != 1:
         return None

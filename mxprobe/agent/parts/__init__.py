@@ -1,0 +1,1 @@
+"""What a session watches: one file for each thing that is measured."""

@@ -1,0 +1,161 @@
+"""The flight recorder's ears: in every training step, two kinds of norm, and nothing is waited for.
+
+    output    ||y||_2 of each leaf module's output, in order of execution; the largest of the step's calls
+    gradient  ||g||_2 of each parameter, as the optimizer has just used it
+
+float32; what is not finite, or too large to be squared, has a norm that is not finite. A sharded parameter (DTensor) is
+represented by its local shard. `BlackBox` keeps and judges the norms, in the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.guard import Guard
+from mxprobe.measuring.adapters.master import gradient_of
+from mxprobe.measuring.adapters.module_names import named_modules, plain_name
+from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.operands.snapshot import event_now
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms of one step, still on their devices: (name, elements) beside float32 [n] for each device."""
+
+    step: int
+    time_ns: int
+    outputs: list[tuple[list[tuple[str, int]], torch.Tensor]]
+    gradients: list[tuple[list[tuple[str, int]], torch.Tensor]]
+    ready: list[tuple[torch.device, Any]]
+
+
+class FlightTap:
+    """`watch` at attach, `finish` at each step boundary; in the training thread, like the hooks.
+
+    hand_over: takes the norms of a step; must not wait.
+    """
+
+    def __init__(self, clock: Clock, guard: Guard, hand_over: Callable[[Norms], None]) -> None:
+        self._clock = clock
+        self._guard = guard
+        self._hand_over = hand_over
+        self._inside: int | None = None
+        """The thread whose training forward is under way."""
+        self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._pid = os.getpid()
+
+    def watch(self, roots: Sequence[nn.Module], left_alone: set[int]) -> list[Any]:
+        """Handles of the hooks; `left_alone` are ids of modules that must not be hooked."""
+        self._parameters = list(_named_parameters(roots))
+        leaves = [
+            (module, self._hook_of(name))
+            for name, module in named_modules(list(roots))
+            if id(module) not in left_alone and not any(True for _ in module.children())
+        ]
+        handles: list[Any] = [module.register_forward_hook(hook) for module, hook in leaves]
+        for root in roots:
+            handles.append(root.register_forward_pre_hook(self._on_enter))
+            handles.append(root.register_forward_hook(self._on_leave, always_call=True))
+        return handles
+
+    def finish(self, step: int) -> None:
+        """The optimizer has stepped: take the gradients' norms and hand everything over."""
+        outputs, self._outputs, self._inside = self._outputs, {}, None
+        gradients: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for name, parameter in self._parameters:
+            gradient = _local(gradient_of(parameter))
+            if gradient is not None and gradient.numel():
+                gradients.setdefault(gradient.device, []).append((name, gradient))
+        found_gradients = [self._gradient_norms(device, each) for device, each in gradients.items()]
+        by_device: dict[torch.device, list[tuple[str, tuple[torch.Tensor, int]]]] = {}
+        for item in outputs.items():
+            by_device.setdefault(item[1][0].device, []).append(item)
+        found_outputs: list[tuple[list[tuple[str, int]], torch.Tensor]] = []
+        for device, items in by_device.items():
+            with undisturbed(device.type):
+                norms = torch.stack([norm for _, (norm, _) in items])
+            found_outputs.append(([(name, n) for name, (_, n) in items], norms))
+        ready = [(device, event_now(device)) for device in {*gradients, *by_device}]
+        self._hand_over(Norms(step, time.time_ns(), found_outputs, found_gradients, ready))
+
+    def _gradient_norms(
+        self, device: torch.device, gradients: list[tuple[str, torch.Tensor]]
+    ) -> tuple[list[tuple[str, int]], torch.Tensor]:
+        with undisturbed(device.type):
+            norms = _foreach_norm([g for _, g in gradients])
+            return [(name, g.numel()) for name, g in gradients], torch.stack(norms)
+
+    def _on_enter(self, root: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
+            self._inside = threading.get_ident()
+
+    def _on_leave(self, root: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._inside = None
+
+    def _hook_of(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or self._inside is None:
+                return
+            if self._inside != threading.get_ident() or os.getpid() != self._pid:
+                return
+            started = time.perf_counter_ns()
+            try:
+                self._take(name, output)
+            except Exception as error:
+                self._guard.swallow(f"flight recorder at {name}", error)
+            self._clock.hook_ns += time.perf_counter_ns() - started
+
+        return hook
+
+    def _take(self, name: str, output: Any) -> None:
+        y: Any = output[0] if isinstance(output, (tuple, list)) and output else output
+        if not (is_plain(y) and y.is_floating_point() and y.numel()) or is_off_limits(y):
+            return
+        with undisturbed(y.device.type):
+            norm = torch.linalg.vector_norm(y.detach(), dtype=_norm_dtype(y)).to(torch.float32)
+            held = self._outputs.get(name)
+            if held is not None and held[0].device == norm.device:
+                norm = torch.maximum(held[0], norm)  # which hands a NaN on
+            self._outputs[name] = (norm, y.numel())
+
+
+def _norm_dtype(x: torch.Tensor) -> torch.dtype:
+    """What torch can take the norm in: it narrows nothing on the way."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """float32 [] for each, one launch for those of a kind."""
+    norms: dict[int, torch.Tensor] = {}
+    for dtype in {_norm_dtype(x) for x in tensors}:
+        at = [i for i, x in enumerate(tensors) if _norm_dtype(x) is dtype]
+        found = torch._foreach_norm([tensors[i] for i in at], 2, dtype)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        norms.update((i, norm.to(torch.float32)) for i, norm in zip(at, found))
+    return [norms[i] for i in range(len(tensors))]
+
+
+def _named_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) below the roots, each once, under the name of the first module that owns it."""
+    seen: set[int] = set()
+    for module_name, module in named_modules(list(roots)):
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{module_name}.{plain_name(name)}", parameter
+
+
+def _local(gradient: Any) -> torch.Tensor | None:
+    """A dense gradient as it is, a DTensor's shard on this rank, else None."""
+    shard = getattr(gradient, "_local_tensor", gradient)
+    return shard if is_plain(shard) and shard.is_floating_point() else None

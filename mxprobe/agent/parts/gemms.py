@@ -1,0 +1,403 @@
+"""One GEMM of a module under observation: a forward hook, and a tensor hook on its output for the gradient.
+
+What of a call are the operands is for the module's adapter to say (`mxprobe.measuring.adapters`).
+
+Only these two: full backward hooks wrap the output and break models that change it in place. Where the output is
+another shape of a tensor of its own (the product of a [batch, tokens, features] input), the tensor hook goes on that:
+a view changed in place afterwards gets a new gradient function, and a hook on it is never called. Both return None
+whatever happens. Nothing is measured here; copies go to `Worker`.
+
+Phases. Gradient enabled is training. A call without gradient is kept until what follows tells what it was: a
+one-token call of the same module makes it the prefill of a generation (`rollout`, measured with the first decode
+step), a training call or the end of the step makes it `eval`. With gradient accumulation the first micro batch
+that reaches the module in a probed step is the one measured.
+
+Activation checkpointing runs a region twice. The second run is recognised by the backward pass around it, and
+counts only where the first ran without gradient (the reentrant kind).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.guard import Guard
+from mxprobe.measuring.adapters.adapter import Reading
+from mxprobe.measuring.adapters.placement import Placement
+from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.operands.extent import Extent, element_bytes
+from mxprobe.measuring.operands.snapshot import Chosen, Snapshot, choose_rows, choose_tiles, copied_outputs
+from mxprobe.measuring.operands.weights import WeightSample, sample_weight
+from mxprobe.measuring.sampling import seed_of, take
+from mxprobe.schema import Phase
+
+Submit = Callable[[Snapshot], None]
+
+
+TAKEN_OUT: Any = object()
+"""A hook's output where another hook of the same call has taken it out since: torch then calls it without kwargs."""
+
+
+class ModuleProbe:
+    """Watches one module. `arm` and `finish_step` are called between steps, hooks in whatever thread runs them."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        clock: Clock,
+        guard: Guard,
+        submit: Submit,
+        max_rows: int,
+        max_features: int,
+        trains: bool,
+        part: str = "",
+        token_group: str = "",
+    ) -> None:
+        """`part`: which of the module's GEMMs, as its adapter calls it; `token_group`: see `Placement`."""
+        adapter = adapter_of(module)
+        if adapter is None:
+            raise TypeError(f"no adapter for {type(module).__name__}")
+        self.name = name
+        self.module = module
+        self.part = part
+        self._adapter = adapter
+        self._token_group = token_group
+        self.armed = False
+        self.train_rows = 0
+        """Rows through the module in the last probed step, with gradient (each counted once)."""
+        self.rollout_rows = 0
+        self.last_probed = -1
+        self.weights_alone = False
+        """Its weights were measured without a call."""
+        self.why_unread = ""
+        """Set where a call was seen whose tensors cannot be read."""
+        self.withheld = ""
+        """Why its output is not compared with x W^T, where the module does not show it."""
+        self.n_lost_gradients = 0
+        """Probed steps in which the output required a gradient and none came."""
+        self._clock = clock
+        self._guard = guard
+        self._submit = submit
+        self._max_rows = max_rows
+        self._max_features = max_features
+        self.trains = trains
+        self._reentrant = False
+        self._pid = os.getpid()
+        self._handle: Any = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is held of the step that ended."""
+        self._train: Snapshot | None = None
+        self._train_seen = False
+        self._pending: Snapshot | None = None
+        self._pending_decodes = 0
+        self._rollout_done = False
+        self._eval_done = False
+        self._weights: dict[bool, WeightSample] = {}
+        """With gradient, and without: noise may be on the weights in one of them."""
+        self._train_rows = self._rollout_rows = self._undecided_rows = 0
+
+    def arm(self) -> None:
+        """Between probed steps there is no hook: a module that has one takes torch's slow path at each call."""
+        self.forget()
+        if self._handle is None:
+            self._handle = self.module.register_forward_hook(
+                self._forward_hook, with_kwargs=True, prepend=self._adapter.prepend
+            )
+        self.armed = True
+
+    def remove(self) -> None:
+        self._disarm()
+        self.forget()
+
+    def _disarm(self) -> None:
+        self.armed = False
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+    @property
+    def _extent(self) -> Extent:
+        out_features, in_features = self._adapter.shape(self.module, self.part)
+        return Extent(out_features, in_features, element_bytes(self.module), self._max_rows, self._max_features)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Upper bound of what one armed step copies of this module."""
+        return self._extent.sample_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Upper bound of what measuring these copies takes for itself, on a device."""
+        return self._extent.working_bytes
+
+    def shrink(self, max_bytes: int) -> bool:
+        """Copy fewer rows and features from now on, so that copies and measuring fit; whether that was needed."""
+        extent = self._extent
+        is_smaller = extent.shrink(max_bytes)
+        self._max_rows, self._max_features = extent.max_rows, extent.max_features
+        return is_smaller
+
+    def finish_step(self) -> None:
+        """The optimizer has stepped: send what is still held, and disarm."""
+        if not self.armed:
+            return
+        self._disarm()
+        if self._train is not None:
+            self.n_lost_gradients += 1
+            self._send(self._train)
+        self._resolve_pending()
+        if not self._clock.only_outputs:
+            self.train_rows, self.rollout_rows = self._train_rows, self._rollout_rows
+            self.last_probed = self._clock.step
+
+    @property
+    def saw_rollout(self) -> bool:
+        return self._rollout_done
+
+    def _forward_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = TAKEN_OUT
+    ) -> None:
+        if torch.compiler.is_compiling() or not self.armed or output is TAKEN_OUT:
+            return
+        if os.getpid() != self._pid:  # a forked child has no thread of ours, and perhaps a lock that stays taken
+            self.armed = False
+            return
+        started = time.perf_counter_ns()
+        try:
+            self._on_call(args, kwargs, output)
+        except Exception as error:
+            self._guard.swallow(f"forward hook of {self.name}", error)
+        self._clock.hook_ns += time.perf_counter_ns() - started
+
+    def _on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        reading = self._adapter.read(self.module, self.part, args, kwargs, output)
+        if isinstance(reading, str):
+            self.why_unread = reading
+            return
+        x = reading.x
+        if not (x.dim() and x.numel()):
+            self.why_unread = "called without a row"
+            return
+        if is_off_limits(x):
+            self.why_unread = "called under tracing, functorch or CUDA-graph capture"
+            return
+        if not self.trains:
+            self._on_serving_call(reading)
+        elif torch.is_grad_enabled():
+            self.on_training_call(reading)
+        elif not in_backward():
+            self._on_no_grad_call(reading)
+
+    def on_training_call(self, reading: Reading, *, is_repetition: bool | None = None) -> None:
+        """A call with gradient, of a module that trains; by the forward hook, or by an operator in a compiled graph.
+
+        `is_repetition`: of a checkpointed region; None where it is told by the backward pass around it.
+        """
+        recomputed = in_backward() if is_repetition is None else is_repetition
+        if recomputed and not self._reentrant:
+            if self._train_seen:
+                return  # counted in the first pass
+            self._reentrant = True
+        self._train_rows += _rows(reading.x)
+        if self._reentrant:
+            self._pending = None  # the same region's first pass
+        self._resolve_pending()
+        if self._train_seen:
+            return
+        self._train_seen = True
+        if self._clock.only_outputs and not self._rollout_done:
+            return
+        snapshot = self._snapshot(reading, Phase.TRAIN)
+        if snapshot is None:
+            return
+        output, on_gradient = reading.output, reading.on_gradient
+        if on_gradient is None and output is not None and output.requires_grad:
+            on_gradient = own_tensor(output).register_hook
+        if on_gradient is not None and snapshot.with_operands:
+            self._train = snapshot
+            self._expect_gradient(snapshot, on_gradient, reading)
+        else:
+            self._send(snapshot)
+
+    def _expect_gradient(
+        self, snapshot: Snapshot, on_gradient: Callable[[Callable[[torch.Tensor], None]], Any], reading: Reading
+    ) -> None:
+        # The hook must not keep the call alive.
+        lean = reading._replace(x=reading.x.new_empty(0), output=None, y=None, on_gradient=None)
+        on_gradient(self._gradient_hook(snapshot, lean))
+
+    def _gradient_hook(self, snapshot: Snapshot, reading: Reading) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if not self.armed or self._train is not snapshot or os.getpid() != self._pid:
+                return
+            started = time.perf_counter_ns()
+            try:
+                self._train = None
+                g = self._adapter.gradient(gradient, reading)
+                if g is not None and not is_off_limits(g):
+                    with undisturbed(g.device.type):
+                        snapshot.add_gradient(g)
+                self._send(snapshot)
+            except Exception as error:
+                self._guard.swallow(f"gradient hook of {self.name}", error)
+            self._clock.hook_ns += time.perf_counter_ns() - started
+
+        return hook
+
+    def _on_no_grad_call(self, reading: Reading) -> None:
+        x = reading.x
+        n_rows = _rows(x)
+        if x.dim() >= 3 and x.shape[-2] == 1:
+            self._clock.n_decodes += 1
+            self._rollout_rows += self._undecided_rows + n_rows
+            self._undecided_rows = 0
+            if self._pending is not None and not self._rollout_done:
+                self._join_decode_step(self._pending, reading)
+            self._pending = None
+            return
+        if self._train_seen:
+            return
+        self._resolve_pending()
+        self._undecided_rows = n_rows
+        self._pending_decodes = self._clock.n_decodes
+        if not (self._rollout_done and self._eval_done):
+            self._pending = self._snapshot(reading, Phase.EVAL)
+
+    def _join_decode_step(self, prefill: Snapshot, reading: Reading) -> None:
+        decode = self._snapshot(reading, Phase.ROLLOUT)
+        if decode is not None:
+            with undisturbed(reading.x.device.type):
+                prefill.append_rows(decode)
+        self._rollout_done = True
+        prefill.phase = Phase.ROLLOUT.value
+        self._send(prefill)
+
+    def _resolve_pending(self) -> None:
+        """What the call without gradient was, now that no one-token call of this module followed it.
+
+        A module that sees no token axis (experts get [tokens, features]) is judged by the others' decode steps.
+        """
+        snapshot, self._pending = self._pending, None
+        generated = self._clock.n_decodes > self._pending_decodes
+        if generated:
+            self._rollout_rows += self._undecided_rows
+        self._undecided_rows = 0
+        if snapshot is None:
+            return
+        if generated and not self._rollout_done:
+            self._rollout_done = True
+            snapshot.phase = Phase.ROLLOUT.value
+            self._send(snapshot)
+        elif not generated and not self._eval_done:
+            self._eval_done = True
+            self._send(snapshot)
+
+    def _on_serving_call(self, reading: Reading) -> None:
+        self._rollout_rows += _rows(reading.x)
+        if self._rollout_done:
+            return
+        self._rollout_done = True
+        snapshot = self._snapshot(reading, Phase.ROLLOUT)
+        if snapshot is not None:
+            self._send(snapshot)
+
+    def _with_operands(self, phase: Phase) -> bool:
+        """Whether a call of that phase is decomposed, and not only its output looked at."""
+        return not self._clock.only_outputs and (phase is Phase.TRAIN or not self.trains)
+
+    def _snapshot(self, reading: Reading, phase: Phase) -> Snapshot | None:
+        x = reading.x
+        seed = seed_of(self._clock.step, self.name)
+        with undisturbed(x.device.type):
+            weight = self._weights.get(phase is Phase.TRAIN)
+            if weight is None:
+                weight = sample_weight(
+                    self.module, max_features=self._max_features, seed=seed, part=self.part, given=reading.weight
+                )
+            if weight is None:
+                self.why_unread = "weight is not a plain two-dimensional tensor"
+                return None
+            self._weights[phase is Phase.TRAIN] = weight
+            self.withheld = reading.withheld
+            placement = reading.placement.within(self._token_group)
+            how: dict[str, int] = {"max_rows": self._max_rows, "out_features": weight.columns.shape[0], "seed": seed}
+            alike = placement.x_tokens.count == placement.g_tokens.count
+            chosen = choose_rows(x, **how) if alike else Chosen(choose_tiles(x, **how))
+            index = chosen.index
+            y, y_watched = copied_outputs(reading.y, weight, index)
+            g_index, x_of_gradient = self._rows_of_gradient(reading, placement, seed)
+            return Snapshot(
+                module=self.name,
+                phase=phase.value,
+                step=self._clock.step,
+                micro_step=max(self._clock.micro_step, 0),
+                time_ns=time.time_ns(),
+                n_rows=_rows(x),
+                row_index=index,
+                x=_operand(reading, take(x.detach().reshape(-1, x.shape[-1]), index)),
+                y=y,
+                y_watched=y_watched,
+                weight=weight,
+                with_operands=self._with_operands(phase),
+                with_weights=self._clock.with_weights,
+                n_tile_rows=chosen.n_tile_rows,
+                singles=chosen.singles,
+                placement=placement,
+                g_index=g_index,
+                x_of_gradient=x_of_gradient,
+            )
+
+    def _rows_of_gradient(
+        self, reading: Reading, placement: Placement, seed: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(rows of G to copy, X at these rows) where G has other rows than X; (None, None) where it has the same."""
+        shards, output = (placement.x_tokens, placement.g_tokens), reading.output
+        if output is None or shards[0].count == shards[1].count:
+            return None, None
+        n_g = _rows(output)
+        index = choose_tiles(output, max_rows=self._max_rows, out_features=output.shape[-1], seed=seed)
+        if placement.g_tokens.count == 1:
+            return torch.arange(n_g, device=output.device) if index is None else index, None
+        x = reading.x.detach().reshape(-1, reading.x.shape[-1]).narrow(0, placement.g_tokens.index * n_g, n_g)
+        rows = _operand(reading, take(x, index))
+        return torch.arange(n_g, device=output.device) if index is None else index, rows
+
+    def _send(self, snapshot: Snapshot) -> None:
+        self._train = None if snapshot is self._train else self._train
+        snapshot.mark_ready()
+        self._submit(snapshot)
+
+
+def _operand(reading: Reading, rows: torch.Tensor) -> torch.Tensor:
+    return rows if reading.operand is None else reading.operand(rows).clone()
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def own_tensor(output: torch.Tensor) -> torch.Tensor:
+    """The tensor whose gradient is the output's, whatever is done to the output in place afterwards.
+
+    A view of a part of something larger is returned as it is.
+    """
+    base = output._base  # pyright: ignore[reportPrivateUsage]
+    if base is None or base.grad_fn is None or base.numel() != output.numel() or not is_plain(base):
+        return output
+    return base if base.is_contiguous() and output.is_contiguous() else output
+
+
+def any_rollout(probes: list[ModuleProbe]) -> bool:
+    """Whether a generation was measured in the step that ended; ask between `finish_step` and `forget`."""
+    return any(probe.saw_rollout for probe in probes)

@@ -1,0 +1,337 @@
+"""Listens to the model's embedding, last norm and lm_head in a probed step: both sides' log-probabilities.
+
+What is needed, and said in an event of kind `logprobs` where it is missing: an embedding and an lm_head of its shape, a
+norm before it, transformers' `generate` in this process, logits that are the lm_head's output, and the generated
+sequences in a training batch of the same optimizer step, each in a row of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.parts.routing_flips import RoutingTap
+from mxprobe.agent.parts.streams import StreamTap
+from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.operands.snapshot import event_now
+from mxprobe.measuring.operands.weights import effective_weight
+from mxprobe.measuring.replay.paths import layer_rows
+from mxprobe.measuring.replay.policy import find_policy
+from mxprobe.measuring.replay.residuals import Difference
+from mxprobe.measuring.sampling import seed_of
+from mxprobe.measuring.tokens.batch import Batch
+from mxprobe.measuring.tokens.flips import Flips
+from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
+from mxprobe.measuring.tokens.head import find_head
+from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
+from mxprobe.measuring.tokens.matching import match
+from mxprobe.measuring.tokens.mismatch import ALL, Row, rollout_rows, signal_values
+
+EVENT = "logprobs"
+SOURCE = "mxprobe"
+GENERATION = "generation"
+"""`source` of rows that come from a generation in this process."""
+MAX_MICRO_BATCHES = 16
+
+TableRow = tuple[str, Row]
+Tell = Callable[[str, str], None]
+
+
+class Measurement:
+    """A generation and its training forwards; `rows` waits for the device and belongs to the worker."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        scored: Sequence[Scored],
+        step: int,
+        streams: Sequence[tuple[str, int, Difference, float]] = (),
+        flips: Flips | None = None,
+    ) -> None:
+        self.device = generation.prompt.device
+        self.ready = event_now(self.device)
+        self._generation = generation
+        self._scored = scored
+        self._streams = list(streams)
+        self._flips = flips
+        self._step = step
+        self._time_ns = time.time_ns()
+
+    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
+        generation, when = self._generation, {"step": step_base + self._step, "time_ns": self._time_ns}
+        if generation.unaltered is not None and not bool(generation.unaltered):
+            tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
+            return []
+        layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
+        return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
+
+    def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:
+        if self._flips is None:
+            return []
+        counted = counted_tokens(generation, self._flips.found)
+        return [("routing_flips", {**when, **row}) for row in self._flips.rows(counted)]
+
+    def _token_rows(self, generation: Generation, when: dict[str, int], tell: Tell) -> list[TableRow]:
+        pairs = pair_up(generation, self._scored, None if self._flips is None else self._flips.anywhere)
+        if not len(pairs.log_prob_rollout):
+            tell(EVENT, "not measured: none of the generated sequences was in a training batch of the same step")
+            return []
+        temperature = generation.sampling.temperature
+        tell(EVENT, f"measured at temperature {temperature:g}, as read from the running generate()")
+        drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
+        rows: list[TableRow] = []
+        for row in rollout_rows(pairs):
+            rows.append(("rollouts", {**when, **drawn, **row}))
+            if row["stratum"] == ALL:
+                shared = {**when, "source": SOURCE, "framework": SOURCE}
+                for key, metric, estimator, value in signal_values(row):
+                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
+                    rows.append(("signals", {**shared, **named}))
+        return rows
+
+
+class RolloutTap:
+    """`watch` at attach, `arm` before a probed step, `finish` after it; all in the training thread, like the hooks."""
+
+    def __init__(self, clock: Clock, guard: Guard, tell: Tell) -> None:
+        self.armed = False
+        self._clock = clock
+        self._guard = guard
+        self._tell_event = tell
+        self._told: set[str] = set()
+        self._lm_head: nn.Linear | None = None
+        self._given_up = False
+        self._head_is_called = False
+        """The training forward calls the lm_head: no need to recompute its output."""
+        self._feeds_head = False
+        """A generation has shown that the norm's output is what the lm_head gets."""
+        self.computed_in: torch.dtype | None = None
+        """Dtype of the last hidden states in training, once seen."""
+        self._streams = StreamTap()
+        self._routing = RoutingTap()
+        self._pid = os.getpid()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is held of the step that ended."""
+        self._streams.forget()
+        self._routing.forget()
+        self._prefill: Generation | None = None
+        self._generation: Generation | None = None
+        self._is_drawing = False
+        """Tokens now drawn belong to `_generation`."""
+        self._norm_output: tuple[Any, int] | None = None
+        self._train_ids: torch.Tensor | None = None
+        self._scored: list[Scored] = []
+        self._n_micro = 0
+        self._advantages: torch.Tensor | None = None
+        """Of the rows that the next training forwards are given, in order."""
+        self._advantage: torch.Tensor | None = None
+        """[B] of the forward under way."""
+
+    def watch(self, roots: Sequence[nn.Module]) -> list[Any]:
+        """Handles of the hooks; none where the model has no head that could be listened to."""
+        head = find_head(roots)
+        if isinstance(head, str):
+            self._give_up(head)
+            return []
+        self._lm_head = head.lm_head  # not its owner, which may be the whole model
+        self._streams.watch(roots, self._guarded)
+        self._routing.watch(roots, self._guarded)
+        return [
+            self._streams,
+            self._routing,
+            head.embedding.register_forward_hook(self._guarded(self._on_embedding)),
+            head.norm.register_forward_hook(self._guarded(self._on_norm)),
+            head.lm_head.register_forward_hook(self._guarded(self._on_lm_head)),
+            head.owner.register_forward_hook(self._guarded(self._on_owner)),
+        ]
+
+    def arm(self) -> None:
+        self.forget()
+        self.armed = self._lm_head is not None and not self._given_up
+        if self.armed:
+            self._streams.arm()
+            self._routing.arm()
+
+    def note_batch(self, batch: Batch) -> None:
+        """A training batch that the next forwards are made of: its advantages, [B] or [B, 1]."""
+        advantage = batch.advantage
+        self._advantages = None
+        if self.armed and is_plain(advantage) and advantage.numel() == advantage.shape[0]:
+            with undisturbed(advantage.device.type):
+                self._advantages = advantage.detach().reshape(-1).clone()
+
+    def _next_advantages(self, n: int) -> torch.Tensor | None:
+        held = self._advantages
+        if held is None or len(held) < n:
+            return None
+        self._advantages = held[n:]
+        return held[:n]
+
+    def finish(self) -> Measurement | None:
+        """What the step that is over has given; None if nothing."""
+        self._streams.remove()
+        self._routing.remove()
+        if not self.armed:
+            return None
+        self.armed = False
+        generation, scored, step = self._generation, self._scored, self._clock.step
+        streams, flips = self._streams.finish(), self._routing.finish()
+        self.forget()
+        if generation is None or self._given_up:
+            return None
+        if not scored:
+            self.tell(EVENT, f"not measured: {self._why_not_scored}")
+            return None
+        return Measurement(generation, scored, step, streams, flips)
+
+    @property
+    def _why_not_scored(self) -> str:
+        if not (self._feeds_head or self._head_is_called):
+            return "training does not call the lm_head, and its input is not the output of the last norm"
+        return "no training forward was seen after the generation, in the same step"
+
+    def _guarded(self, on_call: Callable[[Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or not self.armed or os.getpid() != self._pid:
+                return
+            started = time.perf_counter_ns()
+            try:
+                if not in_backward():
+                    on_call(args[0] if args else None, output)
+            except Exception as error:
+                reason = f"listening failed ({type(error).__name__})"
+                self._guard.swallow("log-probabilities", error, lambda: self._give_up(reason))
+            self._clock.hook_ns += time.perf_counter_ns() - started
+
+        return hook
+
+    def _on_embedding(self, ids: Any, output: Any) -> None:
+        if not is_plain(ids) or ids.dim() != 2 or is_off_limits(ids):
+            return
+        if torch.is_grad_enabled():
+            self._n_micro += 1
+            self._is_drawing = False
+            self._train_ids = None
+            if self._generation is not None and self._n_micro <= MAX_MICRO_BATCHES:
+                with undisturbed(ids.device.type):
+                    self._train_ids = ids.detach().clone()
+                    self._advantage = self._next_advantages(len(ids))
+                    found = match(self._generation, ids)
+                    self._streams.training(found)
+                    self._routing.training(found, (ids.shape[0], ids.shape[1]))
+        elif ids.shape[1] > 1:
+            self._prefill = self._begin(ids)
+            if self._generation is None:
+                self._streams.prefill(self._prefill)
+                self._routing.prefill(self._prefill)
+        else:
+            self._streams.decode()
+            self._on_decode(ids)
+            self._routing.decode(self._generation if self._is_drawing else None)
+
+    def _begin(self, ids: torch.Tensor) -> Generation | None:
+        """A long call without gradient: the prefill of a generation, if one-token calls follow."""
+        if self._n_micro:
+            return None  # after training has begun: for another step
+        sampling = sampling_in_progress()
+        if isinstance(sampling, str):
+            return None
+        with undisturbed(ids.device.type):
+            return Generation(ids.detach(), sampling, seed=seed_of(self._clock.step, "generation"))
+
+    def _on_decode(self, ids: torch.Tensor) -> None:
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            is_first = self._generation is None  # a second generation in the step is left out
+            self._is_drawing = is_first
+            self._generation = prefill if is_first else self._generation
+        elif self._generation is None:
+            reason = sampling_in_progress()
+            if isinstance(reason, str):
+                self._give_up(reason)
+            return
+        if self._is_drawing and self._generation is not None:
+            with undisturbed(ids.device.type):
+                self._generation.take_tokens(ids)
+
+    def _on_norm(self, _: Any, output: Any) -> None:
+        if not is_plain(output) or output.dim() != 3:
+            return
+        if torch.is_grad_enabled():
+            self.computed_in = output.dtype
+        else:
+            self._norm_output = (weakref.ref(output), output.untyped_storage().data_ptr())
+            return
+        lm_head, generation, ids = self._lm_head, self._generation, self._train_ids
+        if lm_head is None or generation is None or ids is None or self._head_is_called:
+            return
+        if output.shape[:2] != ids.shape or not generation.is_whole or not self._feeds_head:
+            return
+        with undisturbed(output.device.type):
+            weight, bias = effective_weight(lm_head), lm_head.bias
+            if not is_plain(weight):
+                self._give_up("the lm_head's weight is no plain tensor (sharded or quantized)")
+                return
+            self._scored.append(self._with_advantage(score_hidden(generation, ids, output, weight, bias)))
+
+    def _on_lm_head(self, x: Any, output: Any) -> None:
+        if not is_plain(output) or output.dim() != 3:
+            return
+        if torch.is_grad_enabled():
+            generation, ids = self._generation, self._train_ids
+            if generation is None or ids is None or not generation.is_whole or len(output) != len(ids):
+                return
+            with undisturbed(output.device.type):
+                scored = self._with_advantage(score_logits(generation, ids, output))
+            if not self._head_is_called and self._scored:
+                self._scored.pop()  # recomputed from the norm in this very forward
+            self._head_is_called = True
+            self._scored.append(scored)
+            return
+        norm_output, self._norm_output = self._norm_output, None
+        listening = self._listening
+        if listening is None:
+            return
+        if norm_output is not None and norm_output[0]() is not None and is_plain(x):
+            self._feeds_head = x.untyped_storage().data_ptr() == norm_output[1]
+        with undisturbed(output.device.type):
+            listening.take_logits(output)
+
+    def _with_advantage(self, scored: Scored) -> Scored:
+        held = self._advantage
+        return scored if held is None else scored._replace(advantage=held.index_select(0, scored.match.row))
+
+    def _on_owner(self, _: Any, output: Any) -> None:
+        if torch.is_grad_enabled() or self._prefill is None:
+            return
+        policy = find_policy(output)
+        if policy is not None and policy.logits is not None:
+            with undisturbed(policy.logits.device.type):
+                self._prefill.compare_logits(policy.logits)
+
+    @property
+    def _listening(self) -> Generation | None:
+        """The generation whose logits come next."""
+        return self._prefill or (self._generation if self._is_drawing else None)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self.armed = False
+        self.forget()
+        self.tell(EVENT, f"not measured: {reason}")
+
+    def tell(self, kind: str, detail: str) -> None:
+        """An event, once."""
+        if detail not in self._told:
+            self._told.add(detail)
+            self._tell_event(kind, detail)

@@ -1,0 +1,160 @@
+"""When an engine is given new weights, and what it holds right after: for a process that serves and does not train.
+
+Wrapped at the classes that define them, which are reached whatever `gc.freeze` hides: `load_weights` of the model,
+where every way of vLLM's and SGLang's into it ends; `process_weights_after_loading` of what its layers hold as
+`quant_method`, `scheme` or `kernel`, which packs and permutes what was loaded; and the workers' methods in `UPDATES`.
+Where weights are written past all of them, the rows of a probed pass show what is held all the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from mxprobe.agent.guard import Guard
+from mxprobe.agent.taps.splices import Splices
+from mxprobe.agent.taps.table import Tap
+from mxprobe.measuring.engines.fingerprints import Row, engine_rows, hashed_of, not_comparable_row
+from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, weights_of
+from mxprobe.measuring.isolation import undisturbed
+from mxprobe.measuring.operands.snapshot import event_now
+
+LOAD = "load_weights"
+PROCESS = "process_weights_after_loading"
+_WORKER = ("vllm.v1.worker.gpu_worker", "Worker")
+_UPDATER = ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater")
+UPDATES: tuple[tuple[tuple[str, str], str, tuple[str, ...]], ...] = (
+    (_WORKER, "reload_weights", ()),
+    (_WORKER, "update_weights", ("update_info",)),
+    (_WORKER, "finish_weight_update", ()),
+    (_UPDATER, "update_weights_from_disk", ("model_path",)),
+    (_UPDATER, "load_weights_from_distributed", ()),
+    (_UPDATER, "update_weights_from_tensor", ("named_tensors",)),
+    (_UPDATER, "update_weights_from_ipc", ("recv_req",)),
+)
+"""(module, class), method, parameters it must have: vLLM 0.33.0, SGLang 0.5.23."""
+EVENT = "weight_sync"
+PASS_BYTES = 1 << 26
+"""Copied in one pass: weights that do not fit (of many experts) have their turn in the passes that follow."""
+
+Taken = list[tuple[HeldWeight, torch.Tensor, "torch.Tensor | None"]]
+
+
+class Held:
+    """Copies of the hashed rows of every weight; hashed by the worker."""
+
+    def __init__(self, taken: Taken, left_out: Sequence[NotComparable], device: torch.device) -> None:
+        self.device = device
+        self.ready = event_now(device)
+        self._taken = taken
+        self._left_out = left_out
+
+    def rows(self, step: int) -> list[Row]:
+        found = [row for each in self._taken for row in engine_rows(*each, step=step)]
+        return found + [not_comparable_row(*each, step=step) for each in self._left_out]
+
+
+class WeightSync:
+    """`watch` at attach; `take` at the end of a pass: in the thread that serves."""
+
+    def __init__(self, guard: Guard, tell: Callable[[str, str], None]) -> None:
+        self.is_due = True
+        """New weights have come, or it is the first pass."""
+        self._guard = guard
+        self._tell = tell
+        self._calls: Counter[str] = Counter()
+        self._turn = 0
+        """Weights read in this round."""
+        self._is_new = False
+        """Weights have come since the round began."""
+        self._splices: Splices | None = None
+
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        loads = list(_owners(roots, LOAD))
+        if not loads:
+            self._tell(EVENT, f"the model has no {LOAD} to listen to: its weights are read at probed passes")
+        processes = _owners([each for root in roots for each in _processors(root)], PROCESS)
+        taps = [Tap(c.__module__, c.__qualname__, LOAD, (), _nothing, "engine") for c in loads]
+        taps += [Tap(c.__module__, c.__qualname__, PROCESS, ("layer",), _nothing, "engine") for c in processes]
+        taps += [Tap(*place, method, parameters, _nothing, "engine") for place, method, parameters in UPDATES]
+        self._splices = Splices(
+            taps,
+            self._on_load,
+            on_wrapped=lambda tap: None,
+            on_refused=lambda words: self._tell("tap", words),
+            on_error=self._guard.swallow,
+        )
+        self._splices.ensure_wrapped()
+
+    def _on_load(self, tap: Tap, arguments: dict[str, Any]) -> bool:
+        try:
+            self.is_due = self._is_new = True
+            self._calls[tap.function] += 1
+        except Exception as error:
+            self._guard.swallow(tap.source, error)
+        return False
+
+    def take(self, roots: Sequence[nn.Module], max_bytes: int = PASS_BYTES) -> Held | None:
+        """Copies of what is held; None where there is nothing to compare."""
+        self.is_due = False
+        if self._is_new:
+            self._is_new, self._turn = False, 0
+        taken: Taken = []
+        left_out: list[NotComparable] = []
+        device = torch.device("cpu")
+        n_seen, n_bytes, is_over = 0, 0, True
+        for each in (each for root in roots for each in weights_of(root)):
+            n_seen += 1
+            if n_seen <= self._turn:
+                continue
+            if n_bytes >= min(PASS_BYTES, max_bytes):
+                is_over = False
+                break
+            self._turn = n_seen
+            if isinstance(each, NotComparable):
+                left_out.append(each)
+                continue
+            device = each.device
+            with undisturbed(device.type):
+                taken.append((each, *hashed_of(each)))
+            n_bytes += sum(x.numel() * x.element_size() for x in taken[-1][1:] if isinstance(x, torch.Tensor))
+        if is_over:
+            self._turn = 0
+        else:
+            self.is_due = True
+        if self._calls:
+            read = f"{len(taken)} weights read, {len(left_out)} not comparable"
+            later = "" if is_over else "; the others in the passes that follow"
+            calls = ", ".join(f"{n} calls of {function}" for function, n in self._calls.items())
+            self._tell(EVENT, f"{calls}: {read}{later}")
+            self._calls.clear()
+        return Held(taken, left_out, device) if taken or left_out else None
+
+    def remove(self) -> None:
+        if self._splices is not None:
+            self._splices.give_back()
+
+
+def _processors(root: nn.Module) -> Iterator[Any]:
+    """What packs the weights of a layer after they were loaded: of vLLM's and SGLang's layers, not modules."""
+    for module in root.modules():
+        for name in ("quant_method", "scheme"):
+            found = vars(module).get(name)
+            yield from (each for each in (found, getattr(found, "kernel", None)) if each is not None)
+
+
+def _owners(things: Sequence[Any], function: str) -> Iterator[type]:
+    """The classes that define a method of these, each once; those that their module knows by their name."""
+    defining = (next((c for c in type(each).__mro__ if function in vars(c)), None) for each in things)
+    for owner in dict.fromkeys(defining):
+        if owner is not None and getattr(sys.modules.get(owner.__module__), owner.__qualname__, None) is owner:
+            yield owner
+
+
+def _nothing(arguments: Any) -> list[Any]:
+    return []

@@ -1,0 +1,127 @@
+"""Hashes of some rows of a weight, on both sides of a weight sync: rows of table `weight_codes`.
+
+    features f(i) = floor(i O / F), i < F = min(O, max(8, 2^14 / 4 K))       the same for W [O, K] on every side
+    hash           of the row's values in bfloat16, blake2b, 8 bytes
+
+The trainer hashes its rows as they are and rounded by each rule that an engine may round them by (`form`), for every
+version that the agent keeps; of fused experts fewer rows, all experts' in one row of the table, row o of expert e as
+feature e O + o. The engine hashes the rows it holds, decoded, and its columns as if they were rows
+(`transposed`). Equal hashes of all rows are equal weights, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mxprobe.measuring.engines.forms import AS_HELD, BF16, NOT_COMPARABLE, OF_BF16, ROLLOUT, ROUNDED, TRAIN, TRANSPOSED
+from mxprobe.measuring.engines.layouts import HeldWeight
+from mxprobe.measuring.recipes import quantize
+from mxprobe.measuring.sampling import spread
+
+HASHED_BYTES = 1 << 14
+MIN_FEATURES = 8
+
+Row = dict[str, Any]
+
+
+def features_of(out_features: int, in_features: int, device: torch.device | None = None) -> torch.Tensor:
+    """int64 [F], made on the device (the CPU if None): to send it there would wait for all that the device is at."""
+    n = min(max(HASHED_BYTES // max(4 * in_features, 1), MIN_FEATURES), out_features)
+    return spread(n, out_features, device)
+
+
+def row_hashes(values: torch.Tensor) -> list[int]:
+    """int64 of each row of [F, K], alike exactly where the rows are in bfloat16; zeros of either sign are."""
+    data = (values.detach().to(torch.bfloat16) + 0.0).cpu().contiguous()
+    start, size = data.data_ptr(), data.shape[1] * data.element_size()
+    rows = (ctypes.string_at(start + i * size, size) for i in range(data.shape[0]))  # torch may be there without numpy
+    digests = (hashlib.blake2b(row, digest_size=8).digest() for row in rows)
+    return [int.from_bytes(digest, "big", signed=True) for digest in digests]
+
+
+def trainer_rows(
+    module: str, weight: torch.Tensor, index: torch.Tensor, out_features: int, *, step: int
+) -> Iterator[Row]:
+    """Of one version of W: `weight` [F', K] are its rows `index`, among which the hashed ones are looked for."""
+    wanted = features_of(out_features, weight.shape[1])
+    index = index.cpu()
+    at = torch.searchsorted(index, wanted).clamp(max=max(len(index) - 1, 0))
+    there = index[at] == wanted
+    values = weight[at[there].to(weight.device)]
+    shape = out_features, weight.shape[1]
+    yield from version_rows(module, "", shape, wanted[there].tolist(), values, step=step)
+
+
+def version_rows(
+    module: str, reading: str, shape: Sequence[int], features: list[int], values: torch.Tensor, *, step: int
+) -> Iterator[Row]:
+    """Of one version of W [O, K], or of all experts' [E, O, K]: `values` [n, K] are its rows `features`.
+
+    `reading`: what is taken for granted of how experts are stored; see `mxprobe.measuring.engines.parts`.
+    """
+    yield _row(module, TRAIN, BF16, reading, shape, features, row_hashes(values), step)
+    for form in ROUNDED:
+        hashes = row_hashes(quantize(values.float(), form))
+        yield _row(module, TRAIN, form, reading, shape, features, hashes, step)
+        if values.dtype is torch.float32:
+            sent = row_hashes(quantize(values.to(torch.bfloat16).float(), form))
+            if sent != hashes:
+                yield _row(module, TRAIN, form + OF_BF16, reading, shape, features, sent, step)
+
+
+def hashed_of(weight: HeldWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Copies on its device for `engine_rows`: the rows that are hashed, and the columns where the layout has them."""
+    n_out, n_in = weight.shape
+    columns = None if weight.columns is None else weight.columns(features_of(n_in, n_out, weight.device))
+    return weight.rows(features_of(n_out, n_in, weight.device)), columns
+
+
+def engine_rows(weight: HeldWeight, values: torch.Tensor, columns: torch.Tensor | None, *, step: int) -> Iterator[Row]:
+    """Of one weight that an engine holds: its rows `features_of` it and, as `transposed`, its columns."""
+    n_out, n_in = weight.shape
+    yield _row(
+        weight.module,
+        ROLLOUT,
+        AS_HELD,
+        weight.layout,
+        weight.shape,
+        features_of(n_out, n_in).tolist(),
+        row_hashes(values),
+        step,
+    )
+    if columns is not None:
+        features, turned = features_of(n_in, n_out).tolist(), (n_in, n_out)
+        yield _row(weight.module, ROLLOUT, TRANSPOSED, weight.layout, turned, features, row_hashes(columns), step)
+
+
+def not_comparable_row(module: str, why: str, *, step: int) -> Row:
+    return _row(module, ROLLOUT, NOT_COMPARABLE, why, (0, 0), [], [], step)
+
+
+def _row(
+    module: str,
+    phase: str,
+    form: str,
+    layout: str,
+    shape: Sequence[int],
+    features: list[int],
+    hashes: list[int],
+    step: int,
+) -> Row:
+    return {
+        "step": step,
+        "time_ns": time.time_ns(),
+        "module": module,
+        "phase": phase,
+        "form": form,
+        "layout": layout,
+        "shape": list(shape),
+        "features": features,
+        "hashes": hashes,
+    }

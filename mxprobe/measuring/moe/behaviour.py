@@ -1,0 +1,159 @@
+"""What each expert really did: its output against its own exact product, and which expert does something else.
+
+    ref_e = x_e W_e^T      realised, predicted and residual as in `mxprobe.measuring.recipes`, summed over the experts
+
+One recipe is looked for per layer. An expert that it does not explain is looked at alone: another recipe, the weight of
+another expert, the transpose of its own, or nothing that is known. That is told once, in an event of kind `experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mxprobe.measuring.moe.stack import Stack
+from mxprobe.measuring.recipes import EXACT_FRAC, NONE, RULES, Call, Recipe, infer_recipe, quantize
+
+EVENT = "experts"
+EXPLAINED_AT_MOST = 8
+"""Experts looked at alone in one step."""
+_LEADERS = 3
+"""Experts asked for the layer's recipe, until one is exact."""
+
+Row = dict[str, Any]
+
+
+class OutputState:
+    """Of each (module, phase): the recipe last found exact, and what was told of single experts. The worker's own."""
+
+    def __init__(self) -> None:
+        self.recipes: dict[tuple[str, str], Recipe] = {}
+        self.told: dict[tuple[str, str, int], str] = {}
+
+
+def output_rows(when: Row, held: Stack, state: OutputState) -> Iterator[tuple[str, Row]]:
+    """A row of table `outputs` for the experts measured, and an event for each that behaves unlike the others."""
+    place = (when["module"], when["phase"])
+    before = state.recipes.get(place)
+    recipe, exact = _layer_recipe(held, before)
+    sums = _sums(held, recipe)
+    fits = (sums[3] <= EXACT_FRAC * sums[0]).tolist()
+    ref2, realised2, predicted2, residual2 = sums.sum(1).tolist()
+    if exact:
+        state.recipes[place] = recipe
+    how = {"recipe_x": recipe[0], "recipe_w": recipe[1], "exact": exact and all(fits)}
+    counted = {"sampled_frac": held.sampled_frac, "n_rows": held.n_rows}
+    energies = {"ref2": ref2, "realised2": realised2, "predicted2": predicted2, "residual2": residual2}
+    lag = 0 if how["exact"] else None
+    yield "outputs", {**when, **how, **counted, **energies, "weight_lag": lag}
+    where = {"step": when["step"], "time_ns": when["time_ns"]}
+    if exact and before not in (None, recipe):
+        detail = f"{place[0]} {place[1]} {_words(recipe)}: it was {_words(before)} before"
+        yield "events", {**where, "kind": "recipe", "detail": detail}
+    odd = [i for i, each in enumerate(fits) if not each] if exact else []
+    for i in odd[:EXPLAINED_AT_MOST]:
+        what = _explain(held, i, recipe)
+        key = (*place, held.experts[i])
+        if state.told.get(key) != what:
+            state.told[key] = what
+            detail = (
+                f"{place[0]} expert {held.experts[i]} {place[1]}: {what}; the layer's other experts: {_words(recipe)}"
+            )
+            yield "events", {**where, "kind": EVENT, "detail": detail}
+
+
+def _layer_recipe(held: Stack, previous: Recipe | None) -> tuple[Recipe, bool]:
+    """The recipe of the experts with most tokens, and whether it is exact for one of them."""
+    measured = held.there.sum(1).tolist()
+    leaders = sorted(range(len(measured)), key=lambda i: -measured[i])[:_LEADERS]
+    first: Recipe | None = None
+    for i in leaders:
+        recipe, sums = infer_recipe(_call(held, i), previous)
+        if sums["exact"]:
+            return recipe, True
+        first = first or recipe
+    assert first is not None  # there is an expert
+    return first, False
+
+
+def _call(held: Stack, i: int) -> Call:
+    there = held.there[i]
+    return Call(held.x[i][there], held.weight_rows[i], held.y[i][there], held.dtype)
+
+
+def _sums(held: Stack, recipe: Recipe) -> torch.Tensor:
+    """float64 [4, E]: ref2, realised2, predicted2, residual2 of each expert; of the orders of rounding, the better."""
+    x, w, y = held.x.double(), held.weight_rows.double(), held.y.double()
+    ref = x @ w.mT
+    tried: list[torch.Tensor] = []
+    for cast in (False, True):
+        qx, qw = (
+            _quantized(t, name, held.dtype, cast=cast)
+            for t, name in ((held.x, recipe[0]), (held.weight_rows, recipe[1]))
+        )
+        product = qx @ qw.mT
+        tried.append(
+            torch.stack([_energy(each * held.there[..., None]) for each in (ref, y - ref, product - ref, y - product)])
+        )
+    return torch.where(tried[1][3] < tried[0][3], tried[1], tried[0])
+
+
+def _quantized(t: torch.Tensor, name: str, dtype: torch.dtype, *, cast: bool) -> torch.Tensor:
+    """float64, shaped like t [E, M, K], each expert's matrix a tensor of its own; `cast`: rounded to dtype before."""
+    t = t.to(dtype) if cast else t
+    if name.startswith("nvfp4"):
+        return torch.stack([quantize(each, name) for each in t]).to(dtype).double()
+    return quantize(t.reshape(-1, t.shape[-1]), name).reshape(t.shape).to(dtype).double()
+
+
+def _energy(t: torch.Tensor) -> torch.Tensor:
+    """[E, M, N] -> [E], over the finite elements."""
+    return t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum((1, 2))
+
+
+def _explain(held: Stack, i: int, layer: Recipe) -> str:
+    """What an expert computes that the layer's recipe does not explain."""
+    call = _call(held, i)
+    recipe, sums = infer_recipe(call)
+    if sums["exact"]:
+        return f"computes with its own weights under {_words(recipe)}"
+    y = call.y.double()
+    for x_name, w_name in dict.fromkeys((layer, (NONE, NONE), *((rule, rule) for rule in RULES))):
+        x = quantize(call.x, x_name).to(held.dtype).double()
+        for j, expert in enumerate(held.experts):
+            if j != i and _matches(y, x, quantize(held.weight_rows[j], w_name), held.dtype):
+                return f"computes with the weights of expert {expert}"
+        if held.out_index is None:
+            for how, w in _relaid(call.w):
+                if _matches(y, x, quantize(w, w_name), held.dtype):
+                    return f"computes with {how}"
+    share = float(sums["residual2"]) / max(float(sums["ref2"]), torch.finfo(torch.float64).tiny)
+    return f"computes something that none of the known recipes explains ({share:.2g} of its output's energy)"
+
+
+def _relaid(w: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """W [O, K] as it comes out of an engine that read its layout otherwise."""
+    out_features, in_features = w.shape
+    if out_features == in_features:
+        yield "the transpose of its weights", w.T.contiguous()
+    else:
+        yield "its weights read as if they were stored transposed", w.reshape(in_features, out_features).T.contiguous()
+        yield "its weights stored transposed and read as if they were not", w.T.reshape(out_features, in_features)
+    half = out_features // 2
+    if out_features % 2 == 0:
+        yield "the halves of its weights (gate, up) exchanged", torch.cat((w[half:], w[:half]))
+        yield "its gate and up rows interleaved", torch.stack((w[:half], w[half:]), 1).reshape(w.shape)
+        yield "its interleaved gate and up rows as halves", torch.cat((w[::2], w[1::2]))
+
+
+def _matches(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> bool:
+    difference = y - x @ w.to(dtype).double().T
+    return float(difference.square().sum()) <= EXACT_FRAC * float(y.square().sum())
+
+
+def _words(recipe: Recipe | None) -> str:
+    if recipe is None:
+        return NONE
+    return recipe[0] if recipe[0] == recipe[1] else f"x {recipe[0]}, W {recipe[1]}"

@@ -1,0 +1,1 @@
+"""The operands of a GEMM: what is copied of a call, and its rounding error."""

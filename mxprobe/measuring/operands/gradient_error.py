@@ -1,0 +1,65 @@
+"""The error of a gradient product whose two operands are both quantized: exact on the rows at hand, and local.
+
+    dW = G^T X     wgrad, contraction over tokens
+    dX = G W       dgrad, contraction over out-features
+    D_c = (L + E_L,c)(R + E_R,c)^T - L R^T          L [M, C], R [N, C], blocks along C, c a component or the total
+
+Relative L2 ||D|| / ||L R^T||, cosine, log2 norm ratio and projection gain follow from ||L R^T||^2, ||D||^2 and their
+inner product. A component is put in alone, in both operands: the parts do not add up, since e_scale and e_grid point
+against each other.
+
+For dW the tokens are cut in two halves as well, a + b = dW: their cosine says whether there is a gradient to be
+wrong about, and ||a - b||^2 estimates the sampling noise of a + b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mxprobe.measuring.sampling import TILE
+from mxprobe_kernels.torch_backend import ErrorFields
+
+Row = dict[str, Any]
+
+WGRAD, DGRAD = "wgrad", "dgrad"
+_SUMS = ("ref2", "err2", "ref_err")
+_HALVES = ("half_a2", "half_b2", "half_ab")
+_NO_HALVES: Row = dict.fromkeys(_HALVES, float("nan"))
+
+
+@torch.no_grad()
+def gradient_error(gemm: str, left: ErrorFields, right: ErrorFields) -> Iterator[Row]:
+    """One row of table `gradients` per component: its sums, `gemm` and `component`, without when and where.
+
+    left [..., M, C], right [..., N, C]: the decomposition of the operands, C the contraction axis of the product;
+    of several products (one per expert) the sums.
+    """
+    exact = left.x @ right.x.mT
+    halves = _halves(left.x, right.x, exact) if gemm == WGRAD else _NO_HALVES
+    parts = (
+        ("total", left.e, right.e),
+        ("scale", left.e_scale, right.e_scale),
+        ("deadzone", left.e_dz, right.e_dz),
+        ("grid", left.e_grid, right.e_grid),
+    )
+    for component, e_left, e_right in parts:
+        error = e_left @ (right.x + e_right).mT + left.x @ e_right.mT
+        values = torch.stack([_dot(exact, exact), _dot(error, error), _dot(exact, error)]).tolist()
+        yield {"gemm": gemm, "component": component, **dict(zip(_SUMS, values)), **halves}
+
+
+def _halves(left: torch.Tensor, right: torch.Tensor, exact: torch.Tensor) -> Row:
+    """Of whole 32-token tiles; NaN where there is but one."""
+    middle = left.shape[-1] // (2 * TILE) * TILE
+    if middle == 0:
+        return _NO_HALVES
+    a = left[..., :middle] @ right[..., :middle].mT
+    b = exact - a
+    return dict(zip(_HALVES, torch.stack([_dot(a, a), _dot(b, b), _dot(a, b)]).tolist()))
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.dot(a.flatten(), b.flatten())

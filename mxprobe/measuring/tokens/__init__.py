@@ -1,0 +1,1 @@
+"""Log-probabilities of both sides, token by token."""
