@@ -96,7 +96,7 @@ def _row(n_experts: int, implementation: str, pairs: int) -> str:
             probe.forget()
     started = time.perf_counter()
     for snapshot in sent[:2]:
-        for _ in measure_experts(snapshot, AgentConfig(), step_base=0, state=OutputState()):
+        for _ in measure_experts(snapshot, AgentConfig(), state=OutputState()):
             pass
     beside_s = time.perf_counter() - started
     plain_s, outside_s, probed_s = map(statistics.median, (plain, outside, probed))

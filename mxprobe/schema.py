@@ -14,7 +14,7 @@ from mxprobe_kernels.formats import Rule as Rule
 
 SCHEMA_VERSION = 1
 """Counts changes that an older reader cannot cope with: it refuses the trace."""
-SCHEMA_MINOR = 1
+SCHEMA_MINOR = 2
 """Counts additions that an older reader can ignore: a table, a column, a value of an enumeration. See docs/trace.md."""
 
 
@@ -430,7 +430,16 @@ TABLES: dict[str, Columns] = {
         ("estimator", "dict"),
         ("value", "float64"),
     ),
-    "events": (("step", "int64"), ("time_ns", "int64"), ("kind", "dict"), ("detail", "string")),
+    # What happened: facts in columns, and words for people that nothing reads. See mxprobe.events.
+    "events": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("kind", "dict"),
+        ("subject", "dict"),  # the module or thing that it is about, "" for the run
+        ("state", "dict"),  # a slug
+        ("data", "string"),  # JSON: the other facts by name
+        ("detail", "string"),  # the words
+    ),
     # The flight recorder's past, and what followed: see mxprobe.agent.parts.black_box.
     "flight": (
         ("step", "int64"),

@@ -22,8 +22,8 @@ from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.engines import forms
-from mxprobe.measuring.versions import weight_noise
 from mxprobe.measuring.versions.weight_noise import NormWeights
 from mxprobe.protocol import AgentConfig
 
@@ -57,7 +57,8 @@ class Ledger:
     ) -> None:
         """Once the step count is known, and kernels are compiled, which has taken `kernels_ms` where there are any."""
         what = f"{', '.join(roots)}; {n_modules} modules" if roots else "no model runs here, its signals alone"
-        self.event("attached", f"{role}: {what}", 0)
+        facts = {"roots": roots, "n_modules": n_modules}
+        self.event(Event("attached", role, "", facts, f"{role}: {what}"), 0)
         self._add_modules()
         self.recorder.flush()
         self._transport.control(
@@ -74,12 +75,11 @@ class Ledger:
 
     def farewell(self, reason: str, step: int) -> None:
         self._add_modules()
-        self.event("detached", reason, step)
+        self.event(Event("detached", "", reason, text=reason), step)
         self.recorder.flush()
 
-    def event(self, kind: str, detail: str, step: int) -> None:
-        row = {"step": self.worker.step_base + step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}
-        self.recorder.add("events", row)
+    def event(self, event: Event, step: int) -> None:
+        self.recorder.add("events", event.at({"step": step, "time_ns": time.time_ns()}))
 
     def record_step(self, step: int, ended_ns: int, *, probed: bool, step_ns: int, hook_ns: int) -> None:
         measure_ns = self.worker.measure()
@@ -87,7 +87,7 @@ class Ledger:
         self.recorder.add(
             "overhead",
             {
-                "step": self.worker.step_base + step,
+                "step": step,
                 "time_ns": ended_ns,
                 "probed": probed,
                 "step_ns": step_ns,
@@ -105,33 +105,33 @@ class Ledger:
             self.recorder.flush()
 
     def record_replay(self, rows: Rows) -> None:
-        for table, row in rows(self.worker.step_base):
+        for table, row in rows():
             self.recorder.add(table, row)
 
-    def record_rollouts(self, measured: Measurements, tell: Callable[[str, str], None]) -> None:
+    def record_rollouts(self, measured: Measurements, tell: Tell) -> None:
         def record() -> None:
-            for table, row in measured.rows(self.worker.step_base, tell):
+            for table, row in measured.rows(tell):
                 self.recorder.add(table, row)
 
         self.worker.aside(measured.device, [measured.ready], record)
 
     def record_held(self, held: Held, step: int) -> None:
         def record() -> None:
-            for row in held.rows(self.worker.step_base + step):
+            for row in held.rows(step):
                 self.recorder.add(forms.TABLE, row)
 
         self.worker.aside(held.device, [held.ready], record)
 
     def record_norms(self, weights: NormWeights, step: int) -> None:
         def record() -> None:
-            for detail in self.worker.norm_changes(weights):
-                self.event(weight_noise.EVENT, detail, step)
+            for event in self.worker.norm_changes(weights):
+                self.event(event, step)
 
         self.worker.aside(weights.device, [weights.ready], record)
 
     def trigger(self, reason: str, n_steps: int) -> None:
         """Keep what the flight recorder holds, and go to full statistics."""
-        self._keep(*self._black_box.trigger(reason), self.worker.step_base + n_steps)
+        self._keep(*self._black_box.trigger(reason), n_steps)
 
     def on_norms(self, norms: Norms) -> None:
         self.worker.put_quietly(lambda: self._keep_norms(norms))
@@ -140,16 +140,17 @@ class Ledger:
         """Where a call named no step, it is the one that this process had completed, if it takes steps."""
         self.worker.put_quietly(lambda: self._add_signals(rows, completed))
 
-    def on_event(self, kind: str, detail: str) -> None:
+    def on_event(self, event: Event) -> None:
         step = self._clock.step
         try:
-            self.worker.put(lambda: self.event(kind, detail, step))
+            self.worker.put(lambda: self.event(event, step))
         except Exception as error:  # the parts tell of what has failed: this is the last that may not
             self.guard.swallow("telling of an event", error)
 
     def on_error(self, where: str, detail: str) -> None:
         step = self._clock.step
-        self.worker.put(lambda: self.event("error", f"{where}: {detail}", step))
+        event = Event("error", where, text=f"{where}: {detail}")
+        self.worker.put(lambda: self.event(event, step))
 
     def on_switch_answer(self, answer: dict[str, Any]) -> None:
         def tell() -> None:
@@ -160,16 +161,16 @@ class Ledger:
 
     def _keep_norms(self, norms: Norms) -> None:
         def keep() -> None:
-            entry = black_box.Entry.read(norms, self.worker.step_base)
+            entry = black_box.Entry.read(norms)
             self._keep(*self._black_box.add(entry), entry.step)
 
         if norms.ready:
             self.worker.aside(norms.ready[0][0], [event for _, event in norms.ready], keep)
 
-    def _keep(self, why: str, rows: list[dict[str, Any]], step: int) -> None:
-        if why:
+    def _keep(self, why: Event | None, rows: list[dict[str, Any]], step: int) -> None:
+        if why is not None:
             self._schedule.demand(self._follow_steps)
-            self.event(black_box.EVENT, why, step - self.worker.step_base)
+            self.event(why, step)
         for row in rows:
             self.recorder.add(black_box.TABLE, row)
 
@@ -178,6 +179,8 @@ class Ledger:
             self.recorder.add("modules", row)
 
     def _add_signals(self, rows: list[dict[str, Any]], completed: int | None) -> None:
-        step = NO_STEP if completed is None else self.worker.step_base + completed
         for row in rows:
-            self.recorder.add("signals", row if row["step"] != NO_STEP else {**row, "step": step})
+            if row["step"] == NO_STEP and completed is not None:
+                self.recorder.add("signals", {**row, "step": completed})
+            else:
+                self.recorder.add_absolute("signals", row)

@@ -23,6 +23,7 @@ from torch import nn
 
 from mxprobe.agent import allocator
 from mxprobe.agent.allocator import Held
+from mxprobe.events import Event
 
 HOST_BYTES = 1 << 30
 RESERVED = 1 / 8
@@ -91,7 +92,8 @@ class DeviceMemory:
             if probe.sample_bytes + probe.working_bytes > self._room:
                 probe.why_unread = f"not measured: {self._why}"
         if smaller:
-            self._tell("thinned", f"fewer rows and features of {len(smaller)} modules ({smaller[0]}, ...): {self._why}")
+            words = f"fewer rows and features of {len(smaller)} modules ({smaller[0]}, ...): {self._why}"
+            self._tell(Event("thinned", smaller[0], "fewer_rows", {"n_modules": len(smaller)}, words))
 
     def choose(self, probes: Sequence[AnyProbe], share: float) -> list[AnyProbe]:
         """Whose turn it is: at most that share of them, and no more than fit. The last step's are measured by now."""
@@ -115,9 +117,8 @@ class DeviceMemory:
         self._foreseen = working / scale
         if len(chosen) < len(wanted) and not self._has_told:
             self._has_told = True
-            self._tell(
-                "thinned", f"a probed step measures {len(chosen)} of {len(probes)} modules, in turn: {self._why}"
-            )
+            words = f"a probed step measures {len(chosen)} of {len(probes)} modules, in turn: {self._why}"
+            self._tell(Event("thinned", "", "in_turn", {"n_chosen": len(chosen), "n_modules": len(probes)}, words))
         return chosen
 
     @property

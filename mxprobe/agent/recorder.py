@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mxprobe.agent.transport import Transport
+from mxprobe.events import finished
 from mxprobe.schema import TABLES
 
 MAX_ROWS = 2000
@@ -17,11 +18,17 @@ WHOLE = {"placement": "", "n_edge_blocks": 0}
 
 class Recorder:
     def __init__(self, transport: Transport) -> None:
+        self.step_base = 0
+        """Optimizer steps completed before attach: rows come with the steps since, and leave with those of the run."""
         self._transport = transport
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, table: str, row: dict[str, Any]) -> None:
         """Keep a row until `flush`. KeyError at `flush` where a column of the schema is missing."""
+        self.add_absolute(table, finished(row, self.step_base))
+
+    def add_absolute(self, table: str, row: dict[str, Any]) -> None:
+        """Keep a row whose step is the run's own count already."""
         self._rows.setdefault(table, []).append(row)
 
     def flush(self) -> None:

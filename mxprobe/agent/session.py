@@ -51,6 +51,7 @@ from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
+from mxprobe.events import Event
 from mxprobe.measuring.adapters.expert_numbers import first_experts
 from mxprobe.measuring.adapters.inventory import COMPILED, Entry, is_compiled, not_to_be_hooked, take_inventory
 from mxprobe.measuring.adapters.inventory import misfits as find_misfits
@@ -327,8 +328,8 @@ class Session:
         config = self._config
         self._entries = take_inventory(roots, config.layers)
         group, first_expert = token_group(roots), first_experts(roots)
-        for detail in find_misfits(self._entries):
-            self._ledger.on_event("coverage", detail)
+        for misfit in find_misfits(self._entries):
+            self._ledger.on_event(Event("coverage", "", "misfit", text=misfit))
         self._eager.look(any(is_compiled(module) for root in roots for module in root.modules()))
         self._compiled = {entry.name for entry in self._entries if entry.selected and entry.obstacle == COMPILED}
         for entry in self._entries:
@@ -430,7 +431,7 @@ class Session:
             n_lost = probe.n_lost_gradients
             probe.finish_step()
             if not n_lost and probe.n_lost_gradients:
-                self._ledger.on_event("coverage", f"{probe.name}: {NO_GRADIENT}")
+                self._ledger.on_event(Event("coverage", probe.name, "no_gradient", text=f"{probe.name}: {NO_GRADIENT}"))
         self._take_bare_weights(probes)
         generated = any_rollout(probes)
         for probe in probes:
@@ -518,8 +519,8 @@ class Session:
         if clock.probed:
             self._eager.enter()
             self._planted.arm()
-            for detail in self._budget.begin_probe():
-                self._ledger.on_event("thinned", detail)
+            for event in self._budget.begin_probe():
+                self._ledger.on_event(event)
         for probe in self._memory.choose(list(self._probes.values()), self._budget.share):
             probe.arm()
 
@@ -561,7 +562,7 @@ class Session:
     def _sum_up(self) -> None:
         for kind, words in ((memory.EVENT, self._memory.words()), (device_steps.EVENT, self._device_steps.words())):
             if words and self.role != METRICS:
-                self._ledger.on_event(kind, words)
+                self._ledger.on_event(Event(kind, "", "summary", text=words))
 
     def _take_out(self, reason: str) -> None:
         removals: list[Callable[[], None]] = [self._watch.close, self._signals.unwrap, self._eager.leave]

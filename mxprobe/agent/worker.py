@@ -11,6 +11,7 @@ import torch
 
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.recorder import Recorder
+from mxprobe.events import Event
 from mxprobe.measuring.engines import forms
 from mxprobe.measuring.engines.fingerprints import trainer_rows
 from mxprobe.measuring.moe.behaviour import OutputState
@@ -30,6 +31,8 @@ Job = Callable[[], None]
 
 FLUSH_EVERY_S = 0.5
 _EVENT_POLL_S = 0.001
+_PLACE = ("phase", "role", "expert", "recipe")
+"""Data of an event that say what it is about, beside its subject."""
 UPDATES_EVERY = RECENT + 1
 """Steps between two rows of table `updates`: once in a group of versions."""
 
@@ -40,8 +43,6 @@ class Worker:
     def __init__(self, config: AgentConfig, recorder: Recorder, guard: Guard) -> None:
         self.n_abandoned = 0
         """Snapshots given up because the agent had to leave."""
-        self.step_base = 0
-        """Optimizer steps completed before attach; written by a job that comes first."""
         self._config = config
         self._recorder = recorder
         self._guard = guard
@@ -51,7 +52,7 @@ class Worker:
         self._n_snapshots = 0
         self._held: list[Snapshot | ExpertsSnapshot | WeightsSnapshot] = []
         self._stopping = False
-        self._found: set[tuple[str, str]] = set()
+        self._found: set[tuple[Any, ...]] = set()
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._history = WeightHistory()
         self._generates = False
@@ -61,6 +62,15 @@ class Worker:
         self._last_flush = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mxprobe-worker", daemon=True)
         self._thread.start()
+
+    @property
+    def step_base(self) -> int:
+        """Optimizer steps completed before attach; written by a job that comes first."""
+        return self._recorder.step_base
+
+    @step_base.setter
+    def step_base(self, n_steps: int) -> None:
+        self._recorder.step_base = n_steps
 
     def put(self, job: Job) -> None:
         with self._changed:
@@ -187,10 +197,10 @@ class Worker:
         for each in copies:
             self.aside(each.device, [each.ready], lambda each=each: self._keep(each))
 
-    def norm_changes(self, weights: NormWeights) -> list[str]:
-        """Details of the events that the norms of a step give; part of a job, once the copies are complete."""
+    def norm_changes(self, weights: NormWeights) -> list[Event]:
+        """Return the events that the norms of a step give; part of a job, once the copies are complete."""
         told = (self._history.noise.of_norms(phase, found) for phase, found in weights.changes().items())
-        return [detail for detail in told if detail]
+        return [event for event in told if event is not None]
 
     def _keep(self, copies: Copies) -> None:
         self._history.keep(copies)
@@ -203,7 +213,7 @@ class Worker:
                 self._recorder.add("updates", self._update(name, *newest))
         for stack in copies.stacks:
             if not self._generates and not self._stopping:
-                for row in stack.table_rows(self.step_base):
+                for row in stack.table_rows():
                     self._recorder.add(forms.TABLE, row)
 
     def _hash(self, name: str, version: Version, out_features: int) -> None:
@@ -211,13 +221,12 @@ class Worker:
         if not out_features or self._generates or self._stopping:
             return
         index = spread(len(version.weight), out_features)
-        step = self.step_base + version.step
-        for row in trainer_rows(name, version.weight, index, out_features, step=step):
+        for row in trainer_rows(name, version.weight, index, out_features, step=version.step):
             self._recorder.add(forms.TABLE, row)
 
     def _update(self, name: str, earlier: Version, before: Version, now: Version) -> dict[str, Any]:
         values = update_row(earlier.weight, before.weight, now.weight, rule=self._config.rule)
-        steps = {"step": self.step_base + now.step, "from_step": self.step_base + before.step}
+        steps = {"step": now.step, "from_step": before.step}
         how = {"module": name, "format": "mxfp4", "rule": self._config.rule}
         return {**steps, "time_ns": time.time_ns(), **how, **values}
 
@@ -226,7 +235,6 @@ class Worker:
         rows = measure_step(
             snapshots,
             self._config,
-            step_base=self.step_base,
             recipes=self._recipes,
             history=self._history,
             experts=self._experts,
@@ -241,8 +249,9 @@ class Worker:
                 return
 
     def _is_first(self, event: dict[str, Any]) -> bool:
-        """Whether a finding (kind and place) is new: a run that went NaN would tell it at every step."""
-        finding = (event["kind"], event["detail"].partition(":")[0])
+        """Whether a finding is new, by kind, state and place: a run that went NaN would tell it at every step."""
+        told: Event = event["event"]
+        finding = (told.kind, told.subject, told.state, *(told.data.get(name) for name in _PLACE))
         new = finding not in self._found
         self._found.add(finding)
         return new

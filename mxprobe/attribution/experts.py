@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from mxprobe.events import EXPERTS
 from mxprobe.schema import SPREAD_QUANTILES
 from mxprobe.trace import Trace
 from mxprobe.trace.chunks import chunks
+from mxprobe.trace.event_facts import events_of
 
 from .rollouts import of_one_source
 
@@ -86,7 +88,6 @@ class Mixture:
         """Read piece by piece: the tables of a long run do not fit into memory."""
         spread = _added(trace, "expert_spread", (*_OPERAND, "measure"), (*_COUNTED, *_QUANTILES))
         flips = _added(trace, "routing_flips", ("module",), _FLIP_SUMS)
-        events = trace.events()
         return cls(
             spread={
                 (*_operand(row), str(row["measure"])): {
@@ -98,7 +99,7 @@ class Mixture:
             routing=_added(trace, "routing", ("module", "phase", "by_logits"), _ROUTING_SUMS),
             flips={str(row["module"]): row for row in flips},
             flipped=flipped_share(trace.rollouts()),
-            told=tuple(events.loc[events["kind"].astype(str) == "experts", "detail"].astype(str)),
+            told=tuple(event.words for _, event in events_of(trace.events(), EXPERTS)),
         )
 
     def layers(self) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:

@@ -12,7 +12,8 @@ from mxprobe.trace import Trace
 
 from .held import find_held
 from .modules import ModuleAudit, SideAudit, module_audits
-from .pitfalls import Finding, find_pitfalls
+from .pitfalls import Finding
+from .searches import find_pitfalls
 
 JSON_SCHEMA = "mxprobe.audit/1"
 

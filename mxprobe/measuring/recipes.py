@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mxprobe_kernels
+from mxprobe.events import Event
 from mxprobe_kernels.formats import Rule
 
 NONE = "none"
@@ -158,3 +159,14 @@ def _energy(x: torch.Tensor) -> float:
     """||x||^2 over the finite elements."""
     flat = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten()
     return float(torch.dot(flat, flat))
+
+
+def recipe_words(recipe: Recipe) -> str:
+    """Return `mxfp4+rceil`, or `x none, W mxfp4+rceil` where the two operands differ."""
+    return recipe[0] if recipe[0] == recipe[1] else f"x {recipe[0]}, W {recipe[1]}"
+
+
+def recipe_event(place: tuple[str, str], recipe: Recipe, before: Recipe) -> Event:
+    """Return the event of a (module, phase) that has changed its recipe."""
+    data = {"phase": place[1], "recipe": recipe_words(recipe), "before": recipe_words(before)}
+    return Event("recipe", place[0], "changed", data)

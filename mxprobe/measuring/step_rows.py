@@ -17,10 +17,10 @@ known here and are counted like any other. G is the gradient of the first micro 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
+from mxprobe.events import NONFINITE, Event
 from mxprobe.measuring.adapters.placement import WHOLE, Placement
 from mxprobe.measuring.moe.behaviour import OutputState
 from mxprobe.measuring.moe.expert_rows import measure_experts
@@ -31,20 +31,18 @@ from mxprobe.measuring.operands.block_statistics import block_row, transposition
 from mxprobe.measuring.operands.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe.measuring.operands.operand import (
     CPU_BATCH_ELEMENTS,
-    IDENTITY_TOLERANCE,
     Measured,
     Operand,
     Row,
-    identity_error,
+    identity_event,
     measure_corrections,
     measure_operand,
 )
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import WeightSample
-from mxprobe.measuring.recipes import Call, Recipe, infer_recipe
+from mxprobe.measuring.recipes import Call, Recipe, infer_recipe, recipe_event
 from mxprobe.measuring.sampling import TILE, Rows, take
-from mxprobe.measuring.versions.weight_history import EVENT, WeightHistory
-from mxprobe.measuring.versions.weight_noise import EVENT as NOISE_EVENT
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels.formats import get_format
@@ -107,7 +105,6 @@ def measure_step(
     snapshots: Sequence[Snapshot | ExpertsSnapshot | WeightsSnapshot],
     config: AgentConfig,
     *,
-    step_base: int,
     recipes: dict[tuple[str, str], Recipe],
     history: WeightHistory,
     experts: OutputState | None = None,
@@ -115,20 +112,18 @@ def measure_step(
 ) -> Iterator[TableRow]:
     """Yield (table, row) for the snapshots of one step, a few at a time, so that a caller who must stop can.
 
-    `step_base` is the number of steps the run had taken before attach; `recipes` holds the last exact recipe of
-    each (module, phase) and is updated; `history` holds the trainer's weights of earlier steps; `experts` what was
-    told of single experts; `swallow` takes what goes wrong in one snapshot, where the others are to be measured still.
+    Steps count from attach. `recipes` holds the last exact recipe of each (module, phase) and is updated; `history`
+    holds the trainer's weights of earlier steps; `experts` what was told of single experts; `swallow` takes what goes
+    wrong in one snapshot, where the others are to be measured still.
     """
     waiting: dict[int, list[tuple[Row, Measured]]] = {}
     for snapshot in snapshots:
         if isinstance(snapshot, ExpertsSnapshot):
-            rows = measure_experts(snapshot, config, step_base=step_base, state=experts or OutputState())
+            rows = measure_experts(snapshot, config, state=experts or OutputState())
         elif isinstance(snapshot, WeightsSnapshot):
-            rows = _operand_rows(
-                snapshot.key(step_base), weight_operands(snapshot.weight), snapshot.weight, config, waiting
-            )
+            rows = _operand_rows(snapshot.key(), weight_operands(snapshot.weight), snapshot.weight, config, waiting)
         else:
-            rows = _snapshot_rows(snapshot, config, step_base, recipes, history, waiting)
+            rows = _snapshot_rows(snapshot, config, recipes, history, waiting)
         try:
             yield from rows
         except Exception as error:
@@ -142,18 +137,17 @@ def measure_step(
 def _snapshot_rows(
     snapshot: Snapshot,
     config: AgentConfig,
-    step_base: int,
     recipes: dict[tuple[str, str], Recipe],
     history: WeightHistory,
     waiting: dict[int, list[tuple[Row, Measured]]],
 ) -> Iterator[TableRow]:
     """`waiting` holds, by length, operands whose corrections are scored together; what stays in it is the caller's."""
-    when = snapshot.key(step_base)
-    yield from _output_rows(when, snapshot, recipes, history, step_base)
+    when = snapshot.key()
+    yield from _output_rows(when, snapshot, recipes, history)
     yield from _routing_rows(when, snapshot, config)
     noise = history.noise.of_linear(snapshot.module, snapshot.phase, history.change(snapshot))
-    if noise:
-        yield "events", _event(when, NOISE_EVENT, noise)
+    if noise is not None:
+        yield "events", noise.at(when)
     fields: dict[Role, ErrorFields] = {}
     clusters: dict[Role, Row] = {}
     if snapshot.with_operands:
@@ -203,10 +197,6 @@ def _operand_rows(
             yield from _whatif_rows(waiting.pop(operand.a.shape[1]), config)
 
 
-def _words(recipe: Recipe) -> str:
-    return recipe[0] if recipe[0] == recipe[1] else f"x {recipe[0]}, W {recipe[1]}"
-
-
 def _whatif_rows(batch: list[tuple[Row, Measured]], config: AgentConfig) -> Iterator[TableRow]:
     for (key, _), rows in zip(batch, measure_corrections([m for _, m in batch], config.whatifs)):
         for row in rows:
@@ -225,7 +215,7 @@ def _gradient_rows(
 
 
 def _output_rows(
-    when: Row, snapshot: Snapshot, recipes: dict[tuple[str, str], Recipe], history: WeightHistory, step_base: int
+    when: Row, snapshot: Snapshot, recipes: dict[tuple[str, str], Recipe], history: WeightHistory
 ) -> Iterator[TableRow]:
     """What the layer did, and what is news about it; nothing where the module does not show its own output."""
     if snapshot.y is None:
@@ -233,23 +223,18 @@ def _output_rows(
     before = recipes.get((snapshot.module, snapshot.phase))
     output = _output_row(snapshot, snapshot.y, recipes)
     recipe = (output["recipe_x"], output["recipe_w"])
-    found = history.judge(snapshot, recipe, exact=output["exact"], step_base=step_base)
+    found = history.judge(snapshot, recipe, exact=output["exact"])
     yield "outputs", {**when, **output, "weight_lag": found.weight_lag}
-    if output["exact"] and before not in (None, recipe):
-        detail = f"{snapshot.module} {snapshot.phase} {_words(recipe)}: it was {_words(before)} before"
-        yield "events", _event(when, "recipe", detail)
-    if found.detail:
-        yield "events", _event(when, EVENT, found.detail)
+    if output["exact"] and before is not None and before != recipe:
+        yield "events", recipe_event((snapshot.module, snapshot.phase), recipe, before).at(when)
+    if found.event is not None:
+        yield "events", found.event.at(when)
 
 
 def _routing_rows(when: Row, snapshot: Snapshot, config: AgentConfig) -> Iterator[TableRow]:
     routing = routing_row(snapshot, format=config.format, rule=config.rule)
     if routing is not None:
         yield "routing", {**when, "format": config.format, "rule": config.rule, **routing}
-
-
-def _event(when: Row, kind: str, detail: str) -> Row:
-    return {"step": when["step"], "time_ns": when["time_ns"], "kind": kind, "detail": detail}
 
 
 def _output_row(snapshot: Snapshot, output: torch.Tensor, recipes: dict[tuple[str, str], Recipe]) -> Row:
@@ -271,11 +256,9 @@ def _output_row(snapshot: Snapshot, output: torch.Tensor, recipes: dict[tuple[st
 
 
 def _findings(key: Row, row: Row) -> Iterator[TableRow]:
-    where: dict[str, Any] = {"step": key["step"], "time_ns": key["time_ns"]}
-    place = f"{key['module']} {key['role']}"
     if row["n_nonfinite"]:
-        detail = f"{place}: {row['n_nonfinite']} non-finite elements, {row['n_blocks_excluded']} blocks left out"
-        yield "events", {**where, "kind": "nonfinite", "detail": detail}
-    if identity_error(row) > IDENTITY_TOLERANCE:
-        detail = f"{place}: components differ from their total by {identity_error(row):.1e} of it"
-        yield "events", {**where, "kind": "identity", "detail": detail}
+        data = {"role": key["role"], "n": row["n_nonfinite"], "n_blocks": row["n_blocks_excluded"]}
+        yield "events", Event(NONFINITE, key["module"], "elements", data).at(key)
+    violated = identity_event(key, row)
+    if violated is not None:
+        yield "events", violated.at(key)

@@ -102,7 +102,7 @@ class Activations:
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         if not _drop_padding(snapshot, self._mask):
             return
-        self._rows += measure_step([snapshot], self._config, step_base=0, recipes=self._recipes, history=self._history)
+        self._rows += measure_step([snapshot], self._config, recipes=self._recipes, history=self._history)
 
     def _replay(self, batch: Batch, step: int) -> Iterator[TableRow]:
         config, model = self._config, self._built.model

@@ -16,6 +16,7 @@ from torch import nn
 
 from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
 from mxprobe.errors import MxprobeError, UsageError
+from mxprobe.events import Event, finished
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Phase
 from mxprobe.trace import TraceWriter
@@ -228,11 +229,12 @@ def _calibrate(
             if step not in done:
                 tables: dict[str, list[Row]] = {}
                 for table, row in activations.measure(batch, step):
-                    tables.setdefault(table, []).append(row)
+                    tables.setdefault(table, []).append(finished(row))
                 for table, rows in tables.items():
                     _append(writer, table, rows)
+                counts = {"n_sequences": len(batch.input_ids), "n_tokens": batch.n_tokens}
                 said = f"{len(batch.input_ids)} sequences, {batch.n_tokens} tokens"
-                _append(writer, "events", [_event(CALIBRATED, said, step)])
+                _append(writer, "events", [_row_of(Event(CALIBRATED, "", "done", counts, said), step)])
             result.n_batches += 1
             on_progress(Progress("", result.n_bytes, result.n_bytes, step, len(batches)))
     finally:
@@ -291,8 +293,8 @@ def _append(writer: TraceWriter, table: str, rows: Sequence[Row]) -> None:
 
 
 def _write_problems(writer: TraceWriter, problems: Sequence[str]) -> None:
-    _append(writer, "events", [_event("unreadable", problem) for problem in problems])
+    _append(writer, "events", [_row_of(Event("unreadable", text=problem)) for problem in problems])
 
 
-def _event(kind: str, detail: str, step: int = 0) -> Row:
-    return {"step": step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}
+def _row_of(event: Event, step: int = 0) -> Row:
+    return {"step": step, "time_ns": time.time_ns(), **event.columns()}

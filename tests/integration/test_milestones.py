@@ -91,7 +91,7 @@ def test_a_checkpoint_of_the_trainer_is_one_event(tmp_path: Path):
     errors: list[str] = []
     stones = Milestones(
         Guard(9, lambda where, detail: errors.append(f"{where}: {detail}"), lambda: None),
-        lambda kind, detail: events.append((kind, detail)),
+        lambda event: events.append((event.kind, event.words)),
     )
 
     class Attached(transformers.TrainerCallback):
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_the_trainer_is_one_event(tmp_path: Path):
 
 def test_nothing_raises_where_a_reader_fails(tmp_path: Path):
     errors: list[str] = []
-    stones = Milestones(Guard(9, lambda where, detail: errors.append(where), lambda: None), lambda kind, detail: None)
+    stones = Milestones(Guard(9, lambda where, detail: errors.append(where), lambda: None), lambda event: None)
     stones.ensure_wrapped()
     transformers = pytest.importorskip("transformers")
     with pytest.raises(AttributeError):

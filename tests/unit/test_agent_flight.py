@@ -41,7 +41,7 @@ class Recorded:
     def entry(self) -> Entry:
         self.tap.finish(step=1)
         assert not self.errors
-        return Entry.read(self.norms.pop(), step_base=0)
+        return Entry.read(self.norms.pop())
 
 
 @pytest.mark.parametrize("how", ["", "reentrant", "plain"])

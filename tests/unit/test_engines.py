@@ -304,7 +304,7 @@ def test_a_linear_whose_scales_were_tiled_for_a_kernel_is_decoded_as_before():
 
 def test_packing_after_a_load_is_listened_to_at_its_class():
     told: list[str] = []
-    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda kind, detail: told.append(detail))
+    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda event: told.append(event.words))
     model, _ = packed_experts(Mxfp4MoEMethod(Backend.EMULATION))
     before = KnownMethod.process_weights_after_loading
     model.experts.routed_experts.quant_method = KnownMethod(Backend.EMULATION)
@@ -331,7 +331,7 @@ class KnownMethod(Mxfp4MoEMethod):
 
 def test_weights_that_do_not_fit_into_one_pass_take_turns(monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
-    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda kind, detail: told.append(detail))
+    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda event: told.append(event.words))
     model = engine()
 
     def passed() -> list[str]:

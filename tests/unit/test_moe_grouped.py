@@ -58,7 +58,7 @@ class Watched:
 
 def rows(each: ExpertsSnapshot) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_experts(each, AgentConfig(experts=-1), step_base=0, state=OutputState()):
+    for table, row in measure_experts(each, AgentConfig(experts=-1), state=OutputState()):
         found.setdefault(table, []).append(row)
     return found
 

@@ -73,7 +73,7 @@ def replayed(
     clock = Clock()
     settings = AgentConfig(**{"sensitivity_every": 1, **config})
     swallow = Guard(0, lambda where, detail: told.append(f"error {where} {detail}"), lambda: None)
-    replays = Replays(settings, clock, swallow, lambda kind, detail: told.append(detail), memory, lambda: busy)
+    replays = Replays(settings, clock, swallow, lambda event: told.append(event.words), memory, lambda: busy)
     model = small_lm.SmallLM(width=32, n_layers=1)
     replays.watch([model], small_lm.linears(model))
     made = False

@@ -16,7 +16,7 @@ def watched(config: AgentConfig) -> tuple[Replays, Clock, torch.nn.Module, list[
     told: list[str] = []
     clock = Clock()
     guard = Guard(0, lambda where, detail: told.append(f"error {where} {detail}"), lambda: None)
-    replays = Replays(config, clock, guard, lambda kind, detail: told.append(f"{kind} {detail}"))
+    replays = Replays(config, clock, guard, lambda event: told.append(f"{event.kind} {event.words}"))
     model = small_lm.SmallLM(width=32, n_layers=1)
     replays.watch([model], small_lm.linears(model))
     return replays, clock, model, told

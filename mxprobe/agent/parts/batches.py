@@ -15,9 +15,10 @@ import torch
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.taps.batches import BATCH_TAPS, copied
-from mxprobe.agent.taps.splices import Splices
+from mxprobe.agent.taps.splices import Splices, wrapped
 from mxprobe.agent.taps.table import Tap
-from mxprobe.measuring.tokens.batch import EVENT, Batch, BatchMeasurement, Tell
+from mxprobe.events import LOGPROBS, Event, Tell
+from mxprobe.measuring.tokens.batch import Batch, BatchMeasurement
 
 MAX_SEQUENCES = 256
 """Of one call; the others are left out."""
@@ -47,12 +48,12 @@ class BatchTaps:
         self._splices = Splices(
             taps,
             self._listen,
-            on_wrapped=lambda tap: self.tell("tap", f"{tap.source} (training batch)"),
-            on_refused=lambda words: self.tell("tap", words),
+            on_wrapped=lambda tap: self.tell(wrapped(tap, "training batch")),
+            on_refused=self.tell,
             on_error=guard.swallow,
         )
         self._pid = os.getpid()
-        self._told: set[str] = set()
+        self._told: list[Event] = []
         self._batches: dict[str, list[Batch]] = {}
 
     def ensure_wrapped(self) -> None:
@@ -62,8 +63,8 @@ class BatchTaps:
     def unwrap(self) -> None:
         """Give every function back."""
         self.armed = False
-        for detail in self._splices.give_back():
-            self.tell("tap", detail)
+        for event in self._splices.give_back():
+            self.tell(event)
 
     def arm(self) -> None:
         self._batches.clear()
@@ -100,15 +101,18 @@ class BatchTaps:
         held = self._batches.get(tap.source, [])
         if batch.rollout is None or batch.train is None:
             missing = "rollout's" if batch.rollout is None else "trainer's"
-            self.tell(EVENT, f"{tap.source}: the batch does not hold the {missing} log-probabilities")
+            self._cannot(tap, "no_log_probs", f"the batch does not hold the {missing} log-probabilities")
         elif not batch.mask:
-            self.tell(EVENT, f"{tap.source}: the batch does not say which of its tokens count")
+            self._cannot(tap, "no_mask", "the batch does not say which of its tokens count")
         elif len(held) < MAX_CALLS:
             kept = Batch(*(copied(value, MAX_SEQUENCES) for value in batch[:5]), version_now=batch.version_now)
             self._batches.setdefault(tap.source, []).append(kept)
 
-    def tell(self, kind: str, detail: str) -> None:
-        """An event, once."""
-        if detail not in self._told:
-            self._told.add(detail)
-            self._tell_event(kind, detail)
+    def _cannot(self, tap: Tap, state: str, why: str) -> None:
+        self.tell(Event(LOGPROBS, tap.source, state, text=f"{tap.source}: {why}"))
+
+    def tell(self, event: Event) -> None:
+        """Tell of an event once."""
+        if event not in self._told:
+            self._told.append(event)
+            self._tell_event(event)

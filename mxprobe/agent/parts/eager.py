@@ -7,11 +7,12 @@ would have been, and the run from there on neither. What was compiled is kept an
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from mxprobe.agent.guard import Guard
+from mxprobe.events import Event, Tell
 
 EVENT = "eager"
 NOT_BIT_EXACT = "probed steps run the compiled model eagerly: the run is not bit for bit what it is without mxprobe"
@@ -25,12 +26,12 @@ class EagerSteps:
     global hook either.
     """
 
-    def __init__(self, wanted: bool, guard: Guard, on_event: Callable[[str, str], None]) -> None:
+    def __init__(self, wanted: bool, guard: Guard, tell: Tell) -> None:
         self.is_on = False
         """Probed steps are run eagerly, since there is something compiled."""
         self._wanted = wanted
         self._guard = guard
-        self._on_event = on_event
+        self._tell = tell
         self._stance: Any = None
 
     def watch(self) -> None:
@@ -43,7 +44,8 @@ class EagerSteps:
         self.leave()
         self.is_on = self._wanted and any_compiled and hasattr(torch.compiler, "set_stance")
         if self._wanted and any_compiled:
-            self._on_event(EVENT, NOT_BIT_EXACT if self.is_on else _OLD)
+            told = ("on", NOT_BIT_EXACT) if self.is_on else ("off", _OLD)
+            self._tell(Event(EVENT, "", told[0], text=told[1]))
 
     def enter(self) -> None:
         """The steps to come are eager."""

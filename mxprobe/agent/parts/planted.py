@@ -20,6 +20,7 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.events import Event
 from mxprobe.measuring.adapters.adapter import Reading, held
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain
 
@@ -56,7 +57,7 @@ class PlantedOps:
         self._probes = [p for p in probes if p.trains and type(p.module).forward is nn.Linear.forward]
         self.is_on = bool(self._probes)
         if self.is_on:
-            self._tell(EVENT, NOT_BIT_EXACT)
+            self._tell(Event(EVENT, "", "on", text=NOT_BIT_EXACT))
 
     def arm(self) -> None:
         if self.is_on and self._planting is not None:

@@ -19,6 +19,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import DeviceMemory, megabytes
 from mxprobe.agent.parts.allowance import Allowance, Plan, shapes_of
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.structure import is_router
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.isolation import in_backward, undisturbed
@@ -43,7 +44,7 @@ REPLAY_FACTOR = 11
 """A replay with all arms, gradients and directions, in times of one for sensitivity of as many rows: measured by
 benchmarks/sensitivity.py at 3 and at 6 times the rows that sensitivity takes."""
 TableRow = tuple[str, "dict[str, Any]"]
-Rows = Callable[[int], "list[TableRow]"]
+Rows = Callable[[], "list[TableRow]"]
 """Steps before attach -> (table, row); waits for the device, so the worker calls it."""
 
 
@@ -55,16 +56,16 @@ class Replays:
         config: AgentConfig,
         clock: Clock,
         guard: Guard,
-        on_event: Callable[[str, str], None],
+        tell: Tell,
         memory: DeviceMemory | None = None,
         is_busy: Callable[[], bool] = bool,
     ) -> None:
         """`memory`: what a replay may hold; `is_busy`: copies of a probed step are held that are not measured yet."""
-        self._allowance = Allowance(memory or DeviceMemory(0, on_event), is_busy, self._tell)
+        self._allowance = Allowance(memory or DeviceMemory(0, tell), is_busy, self._tell)
         self._config = config
         self._clock = clock
         self._guard = guard
-        self._on_event = on_event
+        self._tell_event = tell
         self._modules: dict[str, nn.Linear] = {}
         self._remaining: set[str] = set()
         """Modules whose turn has not come in this round: those that fit into one replay are measured at a time."""
@@ -72,7 +73,7 @@ class Replays:
         self._wanted: set[str] = set()
         self._given_up = False
         self._unsuited: set[int] = set()
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str, int]] = set()
         self._pid = os.getpid()
         self.forget()
 
@@ -156,7 +157,8 @@ class Replays:
             policy = find_policy(output)
             if policy is None:
                 self._unsuited.add(id(root))
-                self._tell(f"{type(root).__name__} returns neither logits [B, T, V] nor log-probabilities: skipped")
+                name = type(root).__name__
+                self._tell("no_policy", f"{name} returns neither logits [B, T, V] nor log-probabilities: skipped", name)
             else:
                 self._call, self._policy_shape = call, tuple(policy.tensor.shape)
                 self._watch_gradient(policy)
@@ -223,15 +225,17 @@ class Replays:
         spent_ms = (time.perf_counter_ns() - started) / 1e6
         held = megabytes(max(plan.needs[what] for what in plan.runs))
         self._tell(
+            "first_" + "_".join(sorted(plan.runs)),
             f"{', '.join(sorted(plan.runs))}: the first replay took {spent_ms:.0f} ms of the training thread, and held "
-            f"{held} at most (estimated)"
+            f"{held} at most (estimated)",
         )
         if not self._config.replay_every:
             step_ms, whole_ms = max(self._clock.step_ns / 1e6, 1e-3), REPLAY_FACTOR * _times_the_rows(call) * spent_ms
             self._tell(
+                "replays_off",
                 f"replays under other roundings are off: one would take about {whole_ms:.0f} ms and hold "
                 f"{megabytes(shapes.of_arms(self._config.gradient_probes))} at most (both estimated), so that "
-                f"--replay-every 1000 would cost {whole_ms / step_ms / 1000:.1%} of steps of {step_ms:.0f} ms"
+                f"--replay-every 1000 would cost {whole_ms / step_ms / 1000:.1%} of steps of {step_ms:.0f} ms",
             )
         self._reschedule(plan.runs)
         return self._rows(self._clock.step, micro_step, *made)
@@ -265,8 +269,11 @@ class Replays:
             if sensitivity.unreached:
                 example = sorted(sensitivity.unreached)[0]
                 self._tell(
+                    "no_gradient",
                     f"no gradient reaches {len(sensitivity.unreached)} modules ({example}, ...): they stand below "
-                    "frozen ones or in a region with reentrant activation checkpointing"
+                    "frozen ones or in a region with reentrant activation checkpointing",
+                    example,
+                    len(sensitivity.unreached),
                 )
         arms: list[Arm] = []
         if "replays" in plan.runs:
@@ -284,10 +291,14 @@ class Replays:
             )
             if self._of_routing(call) and all(arm.name != ROUTED for arm in arms):
                 self._tell(
-                    "the effect of routing replay is not measured: a router does not return the experts it chose"
+                    "no_routing_replay",
+                    "the effect of routing replay is not measured: a router does not return the experts it chose",
                 )
             if arms and not arms[0].gradients:
-                self._tell("replays run forwards only: no gradient is known at the policy, or none reaches the Linears")
+                self._tell(
+                    "forwards_only",
+                    "replays run forwards only: no gradient is known at the policy, or none reaches the Linears",
+                )
         probes = self._probe_gradients(call, gradient, seed) if arms and arms[0].gradients else []
         floor = self._measure_floor(call, mask) if "replays" in plan.runs else None
         return sensitivity, arms, probes, floor
@@ -304,7 +315,8 @@ class Replays:
         except Exception as error:
             if is_of_a_signal_handler(error):
                 raise
-            self._tell(f"no floor: the batch cannot be put together otherwise ({type(error).__name__}: {error})")
+            why = f"the batch cannot be put together otherwise ({type(error).__name__}: {error})"
+            self._tell("no_floor", f"no floor: {why}")
             return None
 
     def _probe_gradients(self, call: Call, gradient: PolicyGradient, seed: int) -> list[dict[str, Any]]:
@@ -325,9 +337,9 @@ class Replays:
     ) -> Rows:
         config, now = self._config, time.time_ns()
 
-        def rows(step_base: int) -> list[TableRow]:
+        def rows() -> list[TableRow]:
             when: dict[str, Any] = {
-                "step": step_base + step,
+                "step": step,
                 "micro_step": micro_step,
                 "time_ns": now,
                 "format": config.format,
@@ -338,7 +350,8 @@ class Replays:
                 found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
             if any(not arm.holds for arm in arms):
                 self._tell(
-                    "the effect of routing replay is not measured: a router's weights are no function known here"
+                    "no_routing_replay",
+                    "the effect of routing replay is not measured: a router's weights are no function known here",
                 )
             held = [arm for arm in arms if arm.holds]
             measured = [*held, floor.arm] if floor is not None else held
@@ -357,17 +370,18 @@ class Replays:
         self._given_up = True
         self._wanted.clear()
         self.forget()
-        self._tell(f"no replay: {reason}")
+        self._tell("no_replay", f"no replay: {reason}")
 
     def _fail(self, where: str, error: Exception) -> None:
         reason = f"{where} failed ({type(error).__name__})"
         self._guard.swallow(where, error, lambda: self._give_up(reason))
 
-    def _tell(self, detail: str) -> None:
-        about = detail.partition(":")[0]
+    def _tell(self, state: str, words: str, subject: str = "", n_modules: int = 0) -> None:
+        """Tell of a state of a subject once, with the words of its first time."""
+        about = (state, subject, n_modules)
         if about not in self._told:
             self._told.add(about)
-            self._on_event(EVENT, detail)
+            self._tell_event(Event(EVENT, subject, state, {"n_modules": n_modules} if n_modules else {}, words))
 
 
 def _times_the_rows(call: Call) -> float:

@@ -20,6 +20,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.routing_flips import RoutingTap
 from mxprobe.agent.parts.streams import StreamTap
+from mxprobe.events import LOGPROBS, Event, Tell
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.operands.weights import effective_weight
@@ -35,14 +36,12 @@ from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tok
 from mxprobe.measuring.tokens.matching import match
 from mxprobe.measuring.tokens.mismatch import ALL, Row, rollout_rows, signal_values
 
-EVENT = "logprobs"
 SOURCE = "mxprobe"
 GENERATION = "generation"
 """`source` of rows that come from a generation in this process."""
 MAX_MICRO_BATCHES = 16
 
 TableRow = tuple[str, Row]
-Tell = Callable[[str, str], None]
 
 
 class Measurement:
@@ -65,10 +64,10 @@ class Measurement:
         self._step = step
         self._time_ns = time.time_ns()
 
-    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
-        generation, when = self._generation, {"step": step_base + self._step, "time_ns": self._time_ns}
+    def rows(self, tell: Tell) -> list[TableRow]:
+        generation, when = self._generation, {"step": self._step, "time_ns": self._time_ns}
         if generation.unaltered is not None and not bool(generation.unaltered):
-            tell(EVENT, "not measured: the model returns other logits than its lm_head's (soft cap, scale)")
+            tell(_not_measured("the model returns other logits than its lm_head's (soft cap, scale)"))
             return []
         layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
         return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
@@ -82,10 +81,11 @@ class Measurement:
     def _token_rows(self, generation: Generation, when: dict[str, int], tell: Tell) -> list[TableRow]:
         pairs = pair_up(generation, self._scored, None if self._flips is None else self._flips.anywhere)
         if not len(pairs.log_prob_rollout):
-            tell(EVENT, "not measured: none of the generated sequences was in a training batch of the same step")
+            tell(_not_measured("none of the generated sequences was in a training batch of the same step"))
             return []
         temperature = generation.sampling.temperature
-        tell(EVENT, f"measured at temperature {temperature:g}, as read from the running generate()")
+        words = f"measured at temperature {temperature:g}, as read from the running generate()"
+        tell(Event(LOGPROBS, GENERATION, "measured", {"temperature": temperature}, words))
         drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
         rows: list[TableRow] = []
         for row in rollout_rows(pairs):
@@ -106,7 +106,7 @@ class RolloutTap:
         self._clock = clock
         self._guard = guard
         self._tell_event = tell
-        self._told: set[str] = set()
+        self._told: list[Event] = []
         self._lm_head: nn.Linear | None = None
         self._given_up = False
         self._head_is_called = False
@@ -190,7 +190,7 @@ class RolloutTap:
         if generation is None or self._given_up:
             return None
         if not scored:
-            self.tell(EVENT, f"not measured: {self._why_not_scored}")
+            self.tell(_not_measured(self._why_not_scored))
             return None
         return Measurement(generation, scored, step, streams, flips)
 
@@ -328,10 +328,14 @@ class RolloutTap:
         self._given_up = True
         self.armed = False
         self.forget()
-        self.tell(EVENT, f"not measured: {reason}")
+        self.tell(_not_measured(reason))
 
-    def tell(self, kind: str, detail: str) -> None:
-        """An event, once."""
-        if detail not in self._told:
-            self._told.add(detail)
-            self._tell_event(kind, detail)
+    def tell(self, event: Event) -> None:
+        """Tell of an event once."""
+        if event not in self._told:
+            self._told.append(event)
+            self._tell_event(event)
+
+
+def _not_measured(why: str) -> Event:
+    return Event(LOGPROBS, GENERATION, "not_measured", text=f"not measured: {why}")

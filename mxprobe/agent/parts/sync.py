@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
+from mxprobe.events import WEIGHT_SYNC, Event, Tell
 from mxprobe.measuring.engines.fingerprints import Row, engine_rows, hashed_of, not_comparable_row
 from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, weights_of
 from mxprobe.measuring.isolation import undisturbed
@@ -38,7 +39,6 @@ UPDATES: tuple[tuple[tuple[str, str], str, tuple[str, ...]], ...] = (
     (_UPDATER, "update_weights_from_ipc", ("recv_req",)),
 )
 """(module, class), method, parameters it must have: vLLM 0.33.0, SGLang 0.5.23."""
-EVENT = "weight_sync"
 PASS_BYTES = 1 << 26
 """Copied in one pass: weights that do not fit (of many experts) have their turn in the passes that follow."""
 
@@ -62,7 +62,7 @@ class Held:
 class WeightSync:
     """`watch` at attach; `take` at the end of a pass: in the thread that serves."""
 
-    def __init__(self, guard: Guard, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, guard: Guard, tell: Tell) -> None:
         self.is_due = True
         """New weights have come, or it is the first pass."""
         self._guard = guard
@@ -77,7 +77,8 @@ class WeightSync:
     def watch(self, roots: Sequence[nn.Module]) -> None:
         loads = list(_owners(roots, LOAD))
         if not loads:
-            self._tell(EVENT, f"the model has no {LOAD} to listen to: its weights are read at probed passes")
+            words = f"the model has no {LOAD} to listen to: its weights are read at probed passes"
+            self._tell(Event(WEIGHT_SYNC, "", "no_loader", text=words))
         processes = _owners([each for root in roots for each in _processors(root)], PROCESS)
         taps = [Tap(c.__module__, c.__qualname__, LOAD, (), _nothing, "engine") for c in loads]
         taps += [Tap(c.__module__, c.__qualname__, PROCESS, ("layer",), _nothing, "engine") for c in processes]
@@ -86,7 +87,7 @@ class WeightSync:
             taps,
             self._on_load,
             on_wrapped=lambda tap: None,
-            on_refused=lambda words: self._tell("tap", words),
+            on_refused=self._tell,
             on_error=self._guard.swallow,
         )
         self._splices.ensure_wrapped()
@@ -131,7 +132,8 @@ class WeightSync:
             read = f"{len(taken)} weights read, {len(left_out)} not comparable"
             later = "" if is_over else "; the others in the passes that follow"
             calls = ", ".join(f"{n} calls of {function}" for function, n in self._calls.items())
-            self._tell(EVENT, f"{calls}: {read}{later}")
+            counts = {"calls": dict(self._calls), "n_read": len(taken), "n_not_comparable": len(left_out)}
+            self._tell(Event(WEIGHT_SYNC, "", "loaded", counts, f"{calls}: {read}{later}"))
             self._calls.clear()
         return Held(taken, left_out, device) if taken or left_out else None
 

@@ -7,7 +7,7 @@ sides (`batch`). `watch` at attach, `arm` before a probed step, `finish` after i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any
 
 from torch import nn
 
@@ -15,9 +15,8 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.batches import BatchTaps
 from mxprobe.agent.parts.rollouts import Measurement, RolloutTap
+from mxprobe.events import Tell
 from mxprobe.measuring.tokens.batch import BatchMeasurement, TableRow
-
-Tell = Callable[[str, str], None]
 
 
 class Measurements:
@@ -28,8 +27,8 @@ class Measurements:
         self.device = parts[0].device
         self.ready = parts[-1].ready
 
-    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
-        return [row for part in self._parts for row in part.rows(step_base, tell)]
+    def rows(self, tell: Tell) -> list[TableRow]:
+        return [row for part in self._parts for row in part.rows(tell)]
 
 
 class TokenTaps:

@@ -14,13 +14,13 @@ from typing import Any, Callable
 
 import torch
 
+from mxprobe.events import Event
 from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels.frontend import has_triton
 from mxprobe_kernels.policy import token_statistics
 
-EVENT = "kernels"
 SIZES = (64, 512)
 """Of the operands: some kernels are others for large blocks."""
 VOCABULARIES = (4096, 4097)
@@ -55,7 +55,7 @@ class WarmUp:
             finally:
                 self.took_ms = (time.perf_counter() - started) * 1e3
                 self.is_busy = False
-            self._tell(EVENT, self.words())
+            self._tell(Event("kernels", "", "ready", {"took_ms": self.took_ms}, self.words()))
 
         worker.put(job)
 

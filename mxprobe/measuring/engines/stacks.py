@@ -33,10 +33,10 @@ class HashedStack(NamedTuple):
     values: torch.Tensor
     """[n, K]"""
 
-    def table_rows(self, step_base: int) -> Iterator[Row]:
-        """`step_base`: steps before attach."""
-        name, step = f"{self.module}.{self.part.name}", step_base + self.step
-        return version_rows(name, self.part.reading, self.shape, self.features, self.values, step=step)
+    def table_rows(self) -> Iterator[Row]:
+        """Return its rows of table `weight_codes`."""
+        name = f"{self.module}.{self.part.name}"
+        return version_rows(name, self.part.reading, self.shape, self.features, self.values, step=self.step)
 
 
 def copy_stacks(step: int, name: str, module: nn.Module, first: int) -> list[HashedStack]:

@@ -13,10 +13,20 @@ from typing import Any
 
 import torch
 
+from mxprobe.events import EXPERTS, Event
 from mxprobe.measuring.moe.stack import Stack
-from mxprobe.measuring.recipes import EXACT_FRAC, NONE, RULES, Call, Recipe, infer_recipe, quantize
+from mxprobe.measuring.recipes import (
+    EXACT_FRAC,
+    NONE,
+    RULES,
+    Call,
+    Recipe,
+    infer_recipe,
+    quantize,
+    recipe_event,
+    recipe_words,
+)
 
-EVENT = "experts"
 EXPLAINED_AT_MOST = 8
 """Experts looked at alone in one step."""
 _LEADERS = 3
@@ -30,7 +40,7 @@ class OutputState:
 
     def __init__(self) -> None:
         self.recipes: dict[tuple[str, str], Recipe] = {}
-        self.told: dict[tuple[str, str, int], str] = {}
+        self.told: dict[tuple[str, str, int], Event] = {}
 
 
 def output_rows(when: Row, held: Stack, state: OutputState) -> Iterator[tuple[str, Row]]:
@@ -48,20 +58,16 @@ def output_rows(when: Row, held: Stack, state: OutputState) -> Iterator[tuple[st
     energies = {"ref2": ref2, "realised2": realised2, "predicted2": predicted2, "residual2": residual2}
     lag = 0 if how["exact"] else None
     yield "outputs", {**when, **how, **counted, **energies, "weight_lag": lag}
-    where = {"step": when["step"], "time_ns": when["time_ns"]}
-    if exact and before not in (None, recipe):
-        detail = f"{place[0]} {place[1]} {_words(recipe)}: it was {_words(before)} before"
-        yield "events", {**where, "kind": "recipe", "detail": detail}
+    if exact and before is not None and before != recipe:
+        yield "events", recipe_event(place, recipe, before).at(when)
     odd = [i for i, each in enumerate(fits) if not each] if exact else []
     for i in odd[:EXPLAINED_AT_MOST]:
-        what = _explain(held, i, recipe)
-        key = (*place, held.experts[i])
-        if state.told.get(key) != what:
-            state.told[key] = what
-            detail = (
-                f"{place[0]} expert {held.experts[i]} {place[1]}: {what}; the layer's other experts: {_words(recipe)}"
-            )
-            yield "events", {**where, "kind": EVENT, "detail": detail}
+        what, about = _explain(held, i, recipe)
+        where = {"phase": place[1], "expert": held.experts[i], "layer_recipe": recipe_words(recipe)}
+        event, key = Event(EXPERTS, place[0], what, {**where, **about}), (*place, held.experts[i])
+        if state.told.get(key) != event:
+            state.told[key] = event
+            yield "events", event.at(when)
 
 
 def _layer_recipe(held: Stack, previous: Recipe | None) -> tuple[Recipe, bool]:
@@ -113,47 +119,41 @@ def _energy(t: torch.Tensor) -> torch.Tensor:
     return t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum((1, 2))
 
 
-def _explain(held: Stack, i: int, layer: Recipe) -> str:
-    """What an expert computes that the layer's recipe does not explain."""
+def _explain(held: Stack, i: int, layer: Recipe) -> tuple[str, dict[str, Any]]:
+    """Return what an expert computes that the layer's recipe does not explain: a state of `experts`, and its data."""
     call = _call(held, i)
     recipe, sums = infer_recipe(call)
     if sums["exact"]:
-        return f"computes with its own weights under {_words(recipe)}"
+        return "other_recipe", {"recipe": recipe_words(recipe)}
     y = call.y.double()
     for x_name, w_name in dict.fromkeys((layer, (NONE, NONE), *((rule, rule) for rule in RULES))):
         x = quantize(call.x, x_name).to(held.dtype).double()
         for j, expert in enumerate(held.experts):
             if j != i and _matches(y, x, quantize(held.weight_rows[j], w_name), held.dtype):
-                return f"computes with the weights of expert {expert}"
+                return "other_expert", {"other": expert}
         if held.out_index is None:
             for how, w in _relaid(call.w):
                 if _matches(y, x, quantize(w, w_name), held.dtype):
-                    return f"computes with {how}"
+                    return how, {}
     share = float(sums["residual2"]) / max(float(sums["ref2"]), torch.finfo(torch.float64).tiny)
-    return f"computes something that none of the known recipes explains ({share:.2g} of its output's energy)"
+    return "unknown", {"residual_frac": share}
 
 
 def _relaid(w: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """W [O, K] as it comes out of an engine that read its layout otherwise."""
+    """Yield W [O, K] as an engine makes it that reads its layout otherwise, with the state that this is."""
     out_features, in_features = w.shape
     if out_features == in_features:
-        yield "the transpose of its weights", w.T.contiguous()
+        yield "transposed", w.T.contiguous()
     else:
-        yield "its weights read as if they were stored transposed", w.reshape(in_features, out_features).T.contiguous()
-        yield "its weights stored transposed and read as if they were not", w.T.reshape(out_features, in_features)
+        yield "read_transposed", w.reshape(in_features, out_features).T.contiguous()
+        yield "stored_transposed", w.T.reshape(out_features, in_features)
     half = out_features // 2
     if out_features % 2 == 0:
-        yield "the halves of its weights (gate, up) exchanged", torch.cat((w[half:], w[:half]))
-        yield "its gate and up rows interleaved", torch.stack((w[:half], w[half:]), 1).reshape(w.shape)
-        yield "its interleaved gate and up rows as halves", torch.cat((w[::2], w[1::2]))
+        yield "halves_exchanged", torch.cat((w[half:], w[:half]))
+        yield "rows_interleaved", torch.stack((w[:half], w[half:]), 1).reshape(w.shape)
+        yield "rows_as_halves", torch.cat((w[::2], w[1::2]))
 
 
 def _matches(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> bool:
     difference = y - x @ w.to(dtype).double().T
     return float(difference.square().sum()) <= EXACT_FRAC * float(y.square().sum())
-
-
-def _words(recipe: Recipe | None) -> str:
-    if recipe is None:
-        return NONE
-    return recipe[0] if recipe[0] == recipe[1] else f"x {recipe[0]}, W {recipe[1]}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mxprobe.events import NONFINITE, Event
 from mxprobe.measuring.moe.behaviour import OutputState, output_rows
 from mxprobe.measuring.moe.expert_operands import ELEMENTWISE, Measured, Operands, measure
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
@@ -22,8 +23,7 @@ from mxprobe.measuring.operands.gradient_error import DGRAD, WGRAD, gradient_err
 from mxprobe.measuring.operands.operand import (
     CPU_BATCH_ELEMENTS,
     DEVICE_BATCH_ELEMENTS,
-    IDENTITY_TOLERANCE,
-    identity_error,
+    identity_event,
 )
 from mxprobe.measuring.sampling import take
 from mxprobe.protocol import AgentConfig
@@ -37,11 +37,9 @@ _SUMMED = ("ref2", "err2", "ref_err")
 _NO_HALVES = dict.fromkeys(("half_a2", "half_b2", "half_ab"), float("nan"))
 
 
-def measure_experts(
-    snapshot: ExpertsSnapshot, config: AgentConfig, *, step_base: int, state: OutputState
-) -> Iterator[TableRow]:
+def measure_experts(snapshot: ExpertsSnapshot, config: AgentConfig, *, state: OutputState) -> Iterator[TableRow]:
     """Rows of one snapshot. `state` remembers what was told of the experts' outputs."""
-    when = snapshot.key(step_base)
+    when = snapshot.key()
     held = stack(snapshot)
     if held is not None:
         yield from output_rows(when, held, state)
@@ -124,12 +122,10 @@ def _block_sums(found: Measured) -> Row:
 
 
 def _findings(key: Row, held: Stack, found: Measured) -> Iterator[TableRow]:
-    where: Row = {"step": key["step"], "time_ns": key["time_ns"]}
-    place = f"{key['module']} {key['role']}"
     bad = [str(held.experts[i]) for i, n in enumerate(found.per_expert["n_nonfinite"]) if n]
     if bad:
-        detail = f"{place}: non-finite elements in expert {', '.join(bad)}"
-        yield "events", {**where, "kind": "nonfinite", "detail": detail}
-    if identity_error(found.row) > IDENTITY_TOLERANCE:
-        detail = f"{place}: components differ from their total by {identity_error(found.row):.1e} of it"
-        yield "events", {**where, "kind": "identity", "detail": detail}
+        data = {"role": key["role"], "experts": ", ".join(bad)}
+        yield "events", Event(NONFINITE, key["module"], "experts", data).at(key)
+    violated = identity_event(key, found.row)
+    if violated is not None:
+        yield "events", violated.at(key)

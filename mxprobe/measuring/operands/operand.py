@@ -13,12 +13,13 @@ not reach float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 import mxprobe_kernels
+from mxprobe.events import Event
 from mxprobe.schema import OUTPUT_SUMS, Role
 from mxprobe_kernels import cpu_backend
 from mxprobe_kernels.formats import Correction
@@ -273,3 +274,11 @@ def identity_error(row: Row) -> float:
 
 def _relative(parts: float, total: float) -> float:
     return abs(parts - total) / total if total > 0 else abs(parts)
+
+
+def identity_event(key: Mapping[str, Any], row: Row) -> Event | None:
+    """Return an event where the components of an operand do not add up to its total error."""
+    gap = identity_error(row)
+    if gap <= IDENTITY_TOLERANCE:
+        return None
+    return Event("identity", key["module"], "violated", {"role": key["role"], "gap": gap})

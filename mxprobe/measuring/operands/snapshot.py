@@ -35,10 +35,10 @@ class Moment:
     micro_step: int
     time_ns: int
 
-    def key(self, step_base: int) -> dict[str, Any]:
-        """Columns that every row of it has; `step_base`: steps that the run had taken before attach."""
+    def key(self) -> dict[str, Any]:
+        """Return the columns that every row of it has."""
         return {
-            "step": step_base + self.step,
+            "step": self.step,
             "micro_step": self.micro_step,
             "time_ns": self.time_ns,
             "module": self.module,

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from mxprobe.events import LOGPROBS, Event, Tell
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.tokens.mismatch import ALL, UNKNOWN, Pairs, Row, rollout_rows, signal_values
-
-EVENT = "logprobs"
-
-
-Tell = Callable[[str, str], None]
-
 
 TableRow = tuple[str, Row]
 
@@ -59,20 +53,19 @@ class BatchMeasurement:
         self._computed_in = computed_in
         self._time_ns = time.time_ns()
 
-    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
+    def rows(self, tell: Tell) -> list[TableRow]:
         """(table, row) of `rollouts` and `signals`; none, and an event, where the tensors do not fit together."""
         try:
             pairs = join([tokens_of(batch) for batch in self._batches])
         except ValueError as reason:
-            tell(EVENT, f"{self._source}: not measured: {reason}")
+            tell(Event(LOGPROBS, self._source, "not_measured", text=f"{self._source}: not measured: {reason}"))
             return []
         if not len(pairs.log_prob_rollout):
             return []
         if torch.equal(pairs.log_prob_rollout, pairs.log_prob_train):
-            tell(
-                EVENT, f"{self._source}: both sides hold the same numbers, as where the rollout's replace the trainer's"
-            )
-        when = {"step": step_base + self._step, "time_ns": self._time_ns}
+            words = "both sides hold the same numbers, as where the rollout's replace the trainer's"
+            tell(Event(LOGPROBS, self._source, "same_numbers", text=f"{self._source}: {words}"))
+        when = {"step": self._step, "time_ns": self._time_ns}
         shared = {"source": self._source, "temperature": float("nan"), "dtype": self._dtype()}
         rows: list[TableRow] = []
         for row in rollout_rows(pairs):
