@@ -18,7 +18,7 @@ import torch
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.experts import ExpertsProbe
+from mxprobe.agent.probes.experts_probe import ExpertsProbe
 from mxprobe.measuring.adapters.structure import expert_parameters
 from mxprobe.measuring.moe.behaviour import OutputState
 from mxprobe.measuring.moe.expert_rows import measure_experts

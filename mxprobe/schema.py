@@ -192,7 +192,7 @@ TABLES: dict[str, Columns] = {
         ("n_observed", "int64"),  # tokens sent to others than the k largest of exact logits
         ("n_slots_observed", "int64"),
     ),
-    # The same tokens in generation and in training: see mxprobe.agent.parts.routing_flips.
+    # The same tokens in generation and in training: see mxprobe.agent.probes.routing_probe.
     "routing_flips": (
         ("step", "int64"),
         ("time_ns", "int64"),
@@ -440,7 +440,7 @@ TABLES: dict[str, Columns] = {
         ("data", "string"),  # JSON: the other facts by name
         ("detail", "string"),  # the words
     ),
-    # The flight recorder's past, and what followed: see mxprobe.agent.parts.black_box.
+    # The flight recorder's past, and what followed: see mxprobe.measuring.black_box.
     "flight": (
         ("step", "int64"),
         ("time_ns", "int64"),

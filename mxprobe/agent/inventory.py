@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.adapters.inventory import Entry
 
 PROBED, NOT_SELECTED, NOT_CALLED, NOT_LINEAR = "probed", "not_selected", "not_called", "not_linear"

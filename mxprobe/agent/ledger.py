@@ -12,8 +12,6 @@ from typing import Any
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts import black_box
-from mxprobe.agent.parts.flight import Norms
 from mxprobe.agent.parts.replays import Rows
 from mxprobe.agent.parts.signals import NO_STEP
 from mxprobe.agent.parts.sync import Held
@@ -23,6 +21,8 @@ from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
 from mxprobe.events import Event, Tell
+from mxprobe.measuring import black_box
+from mxprobe.measuring.black_box import Norms
 from mxprobe.measuring.engines import forms
 from mxprobe.measuring.versions.weight_noise import NormWeights
 from mxprobe.protocol import AgentConfig

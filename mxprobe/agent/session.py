@@ -33,19 +33,19 @@ from mxprobe.agent.parts import device_steps
 from mxprobe.agent.parts.device_steps import DeviceSteps
 from mxprobe.agent.parts.eager import EagerSteps
 from mxprobe.agent.parts.expert_versions import copy_expert_versions
-from mxprobe.agent.parts.experts import ExpertsProbe
 from mxprobe.agent.parts.flight import FlightTap
-from mxprobe.agent.parts.gemms import ModuleProbe, any_rollout
 from mxprobe.agent.parts.milestones import Milestones
 from mxprobe.agent.parts.norms import NormWatch
 from mxprobe.agent.parts.planted import PlantedOps
 from mxprobe.agent.parts.replays import Replays
-from mxprobe.agent.parts.routers import probe_of
 from mxprobe.agent.parts.signals import SignalTaps, any_sink
 from mxprobe.agent.parts.switch import RecipeSwitch, Request
 from mxprobe.agent.parts.sync import WeightSync
 from mxprobe.agent.parts.tokens import TokenTaps
 from mxprobe.agent.parts.warm_up import WarmUp
+from mxprobe.agent.probes.experts_probe import ExpertsProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe, any_rollout
+from mxprobe.agent.probes.router_probe import probe_of
 from mxprobe.agent.roots import RootWatch, outermost, trained_roots
 from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.stepping import watch_steps

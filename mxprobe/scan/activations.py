@@ -19,7 +19,7 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.errors import MxprobeError
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import Recipe

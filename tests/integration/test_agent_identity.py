@@ -306,7 +306,7 @@ def _check_flight(model: Model, rows: list[dict[str, object]], *, record: bool):
 
 def test_an_agent_that_fails_at_every_call_takes_itself_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Errors are swallowed, counted, told once, and end in the agent's own departure; the run does not notice."""
-    from mxprobe.agent.parts import gemms as hooks
+    from mxprobe.agent.probes import module_probe as hooks
 
     def broken(*_args: object, **_options: object) -> Callable[[], None]:
         raise RuntimeError("planted")

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 
 import mxprobe.agent
 import mxprobe.measuring
-from mxprobe.agent.parts import gemms as hooks
+from mxprobe.agent.probes import module_probe as hooks
 from tests.fault_runs import CONFIG, KINDS, codes_entered, is_shipped, with_a_sink
 from tests.standin_controller import StandinController, controlled
 from tests.watched_run import SINK, errors_told, fingerprint_alone, step_until_it_has_left, what_is_left
@@ -40,7 +40,7 @@ GUARDS = {
     "agent.parts.flight.FlightTap._on_enter",
     "agent.parts.flight.FlightTap._on_leave",
     "agent.guard.Guard.swallow",
-    "agent.parts.gemms.ModuleProbe._forward_hook",
+    "agent.probes.module_probe.ModuleProbe._forward_hook",
     "measuring.interruptions.is_of_a_signal_handler",
     "agent.ledger.Ledger.on_event",
     "agent.parts.milestones.Milestones._listen",
@@ -48,8 +48,8 @@ GUARDS = {
     "agent.parts.milestones.Milestones._on_weights",
     "agent.parts.planted.PlantedOps.on_gradient",
     "agent.parts.planted.PlantedOps.on_operands",
-    "agent.parts.experts.ExpertsProbe._before",
-    "agent.parts.experts.ExpertsProbe._forward_hook",
+    "agent.probes.experts_probe.ExpertsProbe._before",
+    "agent.probes.experts_probe.ExpertsProbe._forward_hook",
     "agent.parts.replays.Replays._fail",
     "agent.parts.replays.Replays._give_up",
     "agent.parts.replays.Replays._on_enter",
@@ -67,15 +67,15 @@ GUARDS = {
 # What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
 WAYS_OUT = {
     "agent.boot._Agent._leave",
-    "agent.parts.forward_hooks.ForwardHooks.remove",
-    "agent.parts.gemms.ModuleProbe._disarm",
-    "agent.parts.gemms.ModuleProbe.remove",
+    "agent.probes.forward_hooks.ForwardHooks.remove",
+    "agent.probes.module_probe.ModuleProbe._disarm",
+    "agent.probes.module_probe.ModuleProbe.remove",
     "agent.listening.Listening.abandon",
     "agent.parts.milestones.Milestones.remove",
-    "agent.parts.experts.ExpertsProbe._disarm",
-    "agent.parts.experts.ExpertsProbe._leave",
-    "agent.parts.gemm_watch.GemmWatch.is_elsewhere",
-    "agent.parts.gemm_watch.GemmWatch.leave",
+    "agent.probes.experts_probe.ExpertsProbe._disarm",
+    "agent.probes.experts_probe.ExpertsProbe._leave",
+    "agent.probes.gemm_watch.GemmWatch.is_elsewhere",
+    "agent.probes.gemm_watch.GemmWatch.leave",
     "agent.parts.norms.NormWatch.remove",
     "agent.roots.RootWatch.close",
     "agent.session.Session._remove",
@@ -188,7 +188,11 @@ def test_without_a_fault(tmp_path: Path) -> None:
 
 # name -> (what it raises, how the attach ends, the place that the first error is told of)
 PLANTED: dict[str, tuple[BaseException, str, str]] = {
-    "agent.parts.gemms.ModuleProbe._on_call": (RuntimeError("planted"), "error_budget", "forward hook of block.up"),
+    "agent.probes.module_probe.ModuleProbe._on_call": (
+        RuntimeError("planted"),
+        "error_budget",
+        "forward hook of block.up",
+    ),
     "measuring.operands.weights.sample_weight": (MemoryError(), "error_budget", "forward hook of block.up"),
     "measuring.operands.snapshot.Snapshot.add_gradient": (
         torch.OutOfMemoryError("planted"),
@@ -205,7 +209,7 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
     "agent.session.Session._install": (AttributeError("planted"), "error_budget", "optimizer step"),
     "agent.worker.Worker.measure": (RuntimeError("planted"), "error_budget", "measuring"),
     "measuring.step_rows.measure_step": (MemoryError(), "error_budget", "measuring"),
-    "agent.parts.black_box.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
+    "measuring.black_box.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
     "agent.recorder.Recorder.flush": (MemoryError(), "error_budget", ""),
     "agent.transport.Transport.batch": (MemoryError(), "error_budget", ""),
     "agent.transport.Transport._send_all": (RuntimeError("planted"), "", ""),
@@ -216,7 +220,7 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
     "measuring.replay.sharded.is_sharded": (RuntimeError("planted"), "asked", "replays"),
 }
 BY_DEFAULT = (
-    "agent.parts.gemms.ModuleProbe._on_call",
+    "agent.probes.module_probe.ModuleProbe._on_call",
     "measuring.operands.snapshot.Snapshot.add_gradient",
     "agent.worker.Worker.measure",
 )
@@ -259,9 +263,9 @@ def no_mode_stays() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name",
     [
-        "agent.parts.gemm_watch.GemmWatch.enter",
+        "agent.probes.gemm_watch.GemmWatch.enter",
         "measuring.adapters.experts._first_tensor",
-        "agent.parts.gemm_watch.GemmWatch.leave",
+        "agent.probes.gemm_watch.GemmWatch.leave",
     ],
 )
 def test_a_probe_that_takes_itself_off_in_a_call_has_others_on_the_module(name: str, tmp_path: Path) -> None:
@@ -288,13 +292,13 @@ def test_words_that_fail_are_not_needed(tmp_path: Path) -> None:
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    _, controller = run_with("agent.parts.gemms.ModuleProbe._on_call", MuteError(), tmp_path)
+    _, controller = run_with("agent.probes.module_probe.ModuleProbe._on_call", MuteError(), tmp_path)
     assert errors_told(controller)[0] == "forward hook of block.up: MuteError, whose own words failed"
 
 
 def test_the_guards_exist() -> None:
     assert set(callables()) >= GUARDS | WAYS_OUT | set(PLANTED)
-    assert callables()["agent.parts.gemms.ModuleProbe._forward_hook"][0] is hooks.ModuleProbe
+    assert callables()["agent.probes.module_probe.ModuleProbe._forward_hook"][0] is hooks.ModuleProbe
 
 
 @pytest.mark.slow

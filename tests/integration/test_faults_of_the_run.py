@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.parts import gemms as hooks
+from mxprobe.agent.probes import module_probe as hooks
 from tests.standin_controller import controlled, wait_for
 from tests.watched_run import (
     Block,

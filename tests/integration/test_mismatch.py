@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mxprobe.agent import worker
-from mxprobe.agent.parts.streams import StreamTap
+from mxprobe.agent.probes.stream_probe import StreamTap
 from mxprobe.attribution.layers import Divergence, first_divergence
 from tests.standin_controller import StandinController, agent_thread, controlled, wait_for
 

@@ -13,7 +13,7 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.inventory import module_rows
-from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.adapters.adapter import MISFIT, held
 from mxprobe.measuring.adapters.inventory import misfits, take_inventory
 from mxprobe.measuring.adapters.table import ADAPTERS, adapter_of

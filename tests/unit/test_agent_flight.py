@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.black_box import Entry
-from mxprobe.agent.parts.flight import FlightTap, Norms
+from mxprobe.agent.parts.flight import FlightTap
+from mxprobe.measuring.black_box import Entry, Norms
 
 
 class Net(nn.Module):

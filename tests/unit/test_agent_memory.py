@@ -13,7 +13,7 @@ from mxprobe.agent.allocator import Held
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import DeviceMemory, bytes_of
-from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.operands import extent, snapshot, weights
 from mxprobe.measuring.operands import operand as operands
 from mxprobe.measuring.operands.extent import BYTES_OF_BATCH

@@ -10,7 +10,7 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.agent.recorder import to_columns
 from mxprobe.events import finished
 from mxprobe.measuring.operands.bare_weights import WeightsSnapshot, copy_weights

@@ -21,8 +21,8 @@ import mxprobe
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.expert_versions import watched_features
-from mxprobe.agent.parts.experts import ExpertsProbe
-from mxprobe.agent.parts.gemm_watch import GemmWatch
+from mxprobe.agent.probes.experts_probe import ExpertsProbe
+from mxprobe.agent.probes.gemm_watch import GemmWatch
 from mxprobe.agent.recorder import to_columns
 from mxprobe.audit.searches import find_pitfalls
 from mxprobe.events import EXPERTS, Event, finished

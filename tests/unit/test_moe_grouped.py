@@ -11,8 +11,8 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.inventory import module_rows
-from mxprobe.agent.parts.grouped_experts import GroupedProbe
-from mxprobe.agent.parts.routers import probe_of
+from mxprobe.agent.probes.grouped_probe import GroupedProbe
+from mxprobe.agent.probes.router_probe import probe_of
 from mxprobe.measuring.adapters.expert_numbers import first_experts
 from mxprobe.measuring.adapters.inventory import take_inventory
 from mxprobe.measuring.moe import expert_snapshot as snapshot

@@ -13,8 +13,8 @@ from mxprobe.agent import allocator, guard
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import RESERVED, DeviceMemory
-from mxprobe.agent.parts.allowance import shapes_of
 from mxprobe.agent.parts.replays import Replays
+from mxprobe.agent.replay_allowance import shapes_of
 from mxprobe.measuring.replay import call as calls
 from mxprobe.measuring.replay.arms import replay_arms
 from mxprobe.measuring.replay.call import capture

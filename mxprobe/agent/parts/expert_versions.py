@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mxprobe.agent.parts.experts import ExpertsProbe
+from mxprobe.agent.probes.experts_probe import ExpertsProbe
 from mxprobe.measuring.adapters.structure import expert_parameters
 from mxprobe.measuring.engines.stacks import HashedStack, copy_stacks
 from mxprobe.measuring.isolation import is_plain, undisturbed

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
@@ -23,19 +22,9 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.measuring.adapters.master import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
+from mxprobe.measuring.black_box import Norms
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
-
-
-@dataclass(frozen=True)
-class Norms:
-    """The norms of one step, still on their devices: (name, elements) beside float32 [n] for each device."""
-
-    step: int
-    time_ns: int
-    outputs: list[tuple[list[tuple[str, int]], torch.Tensor]]
-    gradients: list[tuple[list[tuple[str, int]], torch.Tensor]]
-    ready: list[tuple[torch.device, Any]]
 
 
 class FlightTap:

@@ -19,7 +19,7 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.events import Event
 from mxprobe.measuring.adapters.adapter import Reading, held
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain

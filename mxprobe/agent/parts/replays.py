@@ -18,7 +18,7 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import DeviceMemory, megabytes
-from mxprobe.agent.parts.allowance import Allowance, Plan, shapes_of
+from mxprobe.agent.replay_allowance import Allowance, Plan, shapes_of
 from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.structure import is_router
 from mxprobe.measuring.interruptions import is_of_a_signal_handler

@@ -18,8 +18,8 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.routing_flips import RoutingTap
-from mxprobe.agent.parts.streams import StreamTap
+from mxprobe.agent.probes.routing_probe import RoutingTap
+from mxprobe.agent.probes.stream_probe import StreamTap
 from mxprobe.events import LOGPROBS, Event, Tell
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now

@@ -5,7 +5,7 @@
     LayerNormLinear   norm(its input)      its output
     LayerNormMLP fc1  norm(its input)      -                y and G: inside the fused module
     LayerNormMLP fc2  -                    its output       X: the activation is inside the fused module
-    GroupedLinear     rows of its input    of its output    (of each expert: see `mxprobe.agent.parts.grouped_experts`)
+    GroupedLinear     rows of its input    of its output    (of each expert: see `mxprobe.agent.probes.grouped_probe`)
 
 norm(x) is computed again on the sampled rows:
 

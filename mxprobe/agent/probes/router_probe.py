@@ -7,9 +7,9 @@ from typing import Any, Callable
 
 from torch import nn
 
-from mxprobe.agent.parts.experts import ExpertsProbe
-from mxprobe.agent.parts.gemms import ModuleProbe
-from mxprobe.agent.parts.grouped_experts import GroupedProbe
+from mxprobe.agent.probes.experts_probe import ExpertsProbe
+from mxprobe.agent.probes.grouped_probe import GroupedProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.experts import chosen_of
 from mxprobe.measuring.adapters.structure import expert_parameters, is_router

@@ -15,9 +15,9 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-from mxprobe.agent.parts.gemm_watch import GemmWatch
-from mxprobe.agent.parts.gemms import TAKEN_OUT, own_tensor
-from mxprobe.agent.parts.many_experts import ManyExpertsProbe
+from mxprobe.agent.probes.gemm_watch import GemmWatch
+from mxprobe.agent.probes.many_experts import ManyExpertsProbe
+from mxprobe.agent.probes.module_probe import TAKEN_OUT, own_tensor
 from mxprobe.measuring.adapters.adapter import Reading, first_argument
 from mxprobe.measuring.adapters.expert_numbers import own_experts
 from mxprobe.measuring.adapters.inventory import has_fused_path, is_compiled

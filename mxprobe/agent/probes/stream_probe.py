@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mxprobe.agent.parts.forward_hooks import ForwardHooks, Guarded
+from mxprobe.agent.probes.forward_hooks import ForwardHooks, Guarded
 from mxprobe.measuring.adapters.inventory import has_fused_path, is_compiled, not_to_be_hooked
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.replay.residuals import Difference, blocks_of, difference, projected, stream_of

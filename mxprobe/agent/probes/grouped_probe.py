@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.agent.parts.many_experts import ManyExpertsProbe
+from mxprobe.agent.probes.many_experts import ManyExpertsProbe
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.transformer_engine import experts_of_grouped, splits_of
 from mxprobe.measuring.isolation import is_plain, undisturbed

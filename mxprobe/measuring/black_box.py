@@ -19,7 +19,8 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from mxprobe.agent.parts.flight import Norms
+import torch
+
 from mxprobe.events import Event
 
 EVENT = "flight"
@@ -163,3 +164,14 @@ class BlackBox:
         rows = [row for entry in self._ring for row in entry.rows()]
         self._ring.clear()
         return rows
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms of one step, still on their devices: (name, elements) beside float32 [n] for each device."""
+
+    step: int
+    time_ns: int
+    outputs: list[tuple[list[tuple[str, int]], torch.Tensor]]
+    gradients: list[tuple[list[tuple[str, int]], torch.Tensor]]
+    ready: list[tuple[torch.device, Any]]

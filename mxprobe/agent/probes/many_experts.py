@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.agent.parts.gemms import ModuleProbe
+from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.moe.expert_snapshot import CPU_ELEMENTS, DEVICE_ELEMENTS, Layout
 from mxprobe.measuring.operands.extent import working_bytes
 from mxprobe.measuring.sampling import seed_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mxprobe.agent.parts.forward_hooks import ForwardHooks, Guarded
+from mxprobe.agent.probes.forward_hooks import ForwardHooks, Guarded
 from mxprobe.measuring.adapters.experts import chosen_of
 from mxprobe.measuring.adapters.inventory import not_to_be_hooked
 from mxprobe.measuring.adapters.module_names import named_modules

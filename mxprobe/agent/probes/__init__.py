@@ -1,0 +1,1 @@
+"""What hooks onto single modules, and copies what their calls show."""
