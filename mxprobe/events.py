@@ -70,7 +70,7 @@ TEMPLATES: dict[str, dict[str, str]] = {
         "elements": "{subject} {role}: {n} non-finite elements, {n_blocks} blocks left out",
         "experts": "{subject} {role}: non-finite elements in expert {experts}",
     },
-    RANK_LOST: {"ended": "rank {rank}, process {pid}, ended while others went on ({reason})"},
+    RANK_LOST: {"ended": "{subject}, process {pid}, ended while others went on ({reason})"},
     "identity": {"violated": "{subject} {role}: components differ from their total by {gap:.1e} of it"},
     "recipe": {"changed": "{subject} {phase} {recipe}: it was {before} before"},
 }

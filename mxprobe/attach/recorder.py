@@ -224,7 +224,7 @@ class TraceRecorder:
                 self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
                 self._trace.tell_gone()
                 if reason in ("agent_lost", "target_exited"):
-                    data = {"rank": self.rank, "pid": self._pid, "reason": reason}
+                    data = {"pid": self._pid, "reason": reason}
                     event = Event(RANK_LOST, f"rank {self.rank}", "ended", data)
                     self._trace.gone(self.rank, -1 if self.last_step is None else self.last_step, event)
             finally:  # the others of the run wait for it, whatever the disk says
