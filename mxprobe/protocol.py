@@ -47,6 +47,9 @@ VERBS = frozenset(
 
 Frame = dict[str, Any]
 
+MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
+"""Ways into a process, in the order in which they are tried."""
+
 
 class ProtocolError(Exception):
     """The peer sent something that is not a frame of this protocol."""

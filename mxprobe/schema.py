@@ -5,6 +5,7 @@ Standard library only and Python 3.9 syntax: the agent ships this file. Arrow ty
 """
 
 from enum import Enum
+from typing import Any
 
 from mxprobe_kernels.columns import CODE_BINS as CODE_BINS
 from mxprobe_kernels.columns import COUNTS as COUNTS
@@ -77,6 +78,24 @@ PLAIN_WORDS: dict[Verdict, str] = {
     Verdict.UNDECIDED: "undecided between corrections",
     Verdict.KEEP_HIGH_PRECISION: "keep in high precision",
 }
+
+Row = dict[str, Any]
+"""One row of a table, by column: what the parts of the agent hand over and the writer puts into columns."""
+TableRow = tuple[str, Row]
+"""The name of a table, and a row of it."""
+
+COMPONENTS = ("total", "scale", "deadzone", "grid")
+"""Values of column `component` where an error is split: the whole, and its parts."""
+ENGINES = ("arrow", "duckdb", "ray")
+"""What large tables are summed with: see mxprobe.trace.aggregation."""
+
+WEIGHT_CODES = "weight_codes"
+"""Table of hashes of weights. Its column `form` has the values below."""
+AS_HELD, TRANSPOSED, NOT_COMPARABLE, BF16 = "held", "transposed", "not comparable", "bf16"
+ROUNDED: tuple[str, ...] = ("mxfp4+rceil", "mxfp4+floor", "mxfp4+even")
+"""How an engine may have rounded the trainer's weights."""
+OF_BF16 = " of bf16"
+"""After one of these: of weights in float32 that were sent in bfloat16."""
 
 DEFAULT_ARMS: tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip", "q_weights")
 """Counterfactual forwards of a replay: `mxprobe.measuring.replay.arms` says what each is."""

@@ -23,9 +23,9 @@ from mxprobe.agent.worker import Worker
 from mxprobe.events import Event, Tell
 from mxprobe.measuring import black_box
 from mxprobe.measuring.black_box import Norms
-from mxprobe.measuring.engines import forms
 from mxprobe.measuring.versions.weight_noise import NormWeights
 from mxprobe.protocol import AgentConfig
+from mxprobe.schema import WEIGHT_CODES
 
 
 class Ledger:
@@ -118,7 +118,7 @@ class Ledger:
     def record_held(self, held: Held, step: int) -> None:
         def record() -> None:
             for row in held.rows(step):
-                self.recorder.add(forms.TABLE, row)
+                self.recorder.add(WEIGHT_CODES, row)
 
         self.worker.aside(held.device, [held.ready], record)
 

@@ -12,7 +12,6 @@ import torch
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.recorder import Recorder
 from mxprobe.events import Event
-from mxprobe.measuring.engines import forms
 from mxprobe.measuring.engines.fingerprints import trainer_rows
 from mxprobe.measuring.moe.behaviour import OutputState
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
@@ -25,7 +24,7 @@ from mxprobe.measuring.versions.updates import update_row
 from mxprobe.measuring.versions.weight_history import RECENT, Copies, Version, WeightHistory
 from mxprobe.measuring.versions.weight_noise import NormWeights
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import Phase
+from mxprobe.schema import WEIGHT_CODES, Phase
 
 Job = Callable[[], None]
 
@@ -214,7 +213,7 @@ class Worker:
         for stack in copies.stacks:
             if not self._generates and not self._stopping:
                 for row in stack.table_rows():
-                    self._recorder.add(forms.TABLE, row)
+                    self._recorder.add(WEIGHT_CODES, row)
 
     def _hash(self, name: str, version: Version, out_features: int) -> None:
         """For engines elsewhere; a process that generates is asked by its outputs, see `WeightHistory`."""
@@ -222,7 +221,7 @@ class Worker:
             return
         index = spread(len(version.weight), out_features)
         for row in trainer_rows(name, version.weight, index, out_features, step=version.step):
-            self._recorder.add(forms.TABLE, row)
+            self._recorder.add(WEIGHT_CODES, row)
 
     def _update(self, name: str, earlier: Version, before: Version, now: Version) -> dict[str, Any]:
         values = update_row(earlier.weight, before.weight, now.weight, rule=self._config.rule)

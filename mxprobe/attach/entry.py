@@ -27,7 +27,6 @@ from mxprobe.errors import AttachError
 from mxprobe.listener import peer_of
 from mxprobe.protocol import ProtocolError, recv_frame, send_frame
 
-MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 _CONNECT_TIMEOUT_S = 15.0
 
 

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from mxprobe.events import EXPERTS
-from mxprobe.schema import SPREAD_QUANTILES
+from mxprobe.schema import SPREAD_QUANTILES, Row
 from mxprobe.trace import Trace
 from mxprobe.trace.chunks import chunks
 from mxprobe.trace.event_facts import events_of
 
 from .rollouts import of_one_source
 
-Row = dict[str, Any]
 Place = tuple[str, str, str, int, str]
 """Module, role, phase, rank, measure."""
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from mxprobe.measuring.engines.forms import AS_HELD, NOT_COMPARABLE, TABLE, TRANSPOSED
-from mxprobe.schema import Phase
+from mxprobe.schema import AS_HELD, NOT_COMPARABLE, TRANSPOSED, WEIGHT_CODES, Phase
 from mxprobe.trace import Trace
 
 from .versions import Version, Versions
@@ -51,11 +50,11 @@ class HeldVersion:
 
 def held_versions(trainer: Trace, rollout: Trace) -> tuple[HeldVersion, ...]:
     """Of every module that the engine's trace has rows of; both traces may be the same one."""
-    if not (rollout.table(TABLE, ("phase",))["phase"].astype(str) == Phase.ROLLOUT.value).any():
+    if not (rollout.table(WEIGHT_CODES, ("phase",))["phase"].astype(str) == Phase.ROLLOUT.value).any():
         return ()  # without reading what most traces hold: a trainer's rows alone
-    rows = rollout.table(TABLE)
+    rows = rollout.table(WEIGHT_CODES)
     rows = rows[rows["phase"].astype(str) == Phase.ROLLOUT.value]
-    versions = Versions(trainer.table(TABLE))
+    versions = Versions(trainer.table(WEIGHT_CODES))
     read: dict[str, list[tuple[int, dict[str, HeldVersion]]]] = {}
     for rank in sorted(rows["rank"].unique().tolist()):
         for module, group in rows[rows["rank"] == rank].groupby("module", observed=True, sort=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mxprobe.attribution.held import BEHIND, FLIPPED, TURNED, UNKNOWN, HeldVersion, held_words
-from mxprobe.measuring.engines.forms import NOT_COMPARABLE
+from mxprobe.schema import NOT_COMPARABLE
 
 from .pitfalls import PITFALLS, Finding
 

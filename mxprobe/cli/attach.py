@@ -17,7 +17,7 @@ from mxprobe.cli.experts import Experts
 from mxprobe.cli.shares import Share
 from mxprobe.cli.sizes import Kept, Size
 from mxprobe.errors import UsageError
-from mxprobe.protocol import AgentConfig
+from mxprobe.protocol import MECHANISMS, AgentConfig
 from mxprobe_kernels.formats import Rule
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ DEFAULT_MAX_OVERHEAD = 0.03
 DEFAULT_MAX_TRACE = "2GB"
 _MAX_TORCH_WAIT_S = 60.0  # of one try: meanwhile the agent listens to nobody
 _RULES = [rule.value for rule in Rule]
-MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 
 _ENDED = {
     "detached": "detached",

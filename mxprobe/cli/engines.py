@@ -2,7 +2,7 @@
 
 import click
 
-ENGINES = ("arrow", "duckdb", "ray")
+from mxprobe.schema import ENGINES
 
 option = click.option(
     "--engine",

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from mxprobe.events import Event
+from mxprobe.schema import Row
 
 EVENT = "flight"
 TABLE = "flight"
@@ -31,8 +32,6 @@ MIN_PAST = 16
 SPIKE_FACTOR = 10.0
 MAX_DUMPS = 16
 """Triggers that write rows; later ones are told and nothing more."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,9 @@ from mxprobe.measuring.recipes import Call, Recipe, infer_recipe, recipe_event
 from mxprobe.measuring.sampling import TILE, Rows, take
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import Role
+from mxprobe.schema import Role, TableRow
 from mxprobe_kernels.formats import get_format
 from mxprobe_kernels.torch_backend import ErrorFields
-
-TableRow = tuple[str, Row]
 
 
 def operands(snapshot: Snapshot) -> Iterator[Operand]:

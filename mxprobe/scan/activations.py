@@ -30,13 +30,12 @@ from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
+from mxprobe.schema import TableRow
 
 from .calibration import Batch
 from .model import BuiltModel, first_line
 
 ARMS = ("q", "qstar", "qstar_dz")
-
-TableRow = tuple[str, "dict[str, Any]"]
 
 
 class Activations:

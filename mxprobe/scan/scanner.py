@@ -18,14 +18,14 @@ from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
 from mxprobe.errors import MxprobeError, UsageError
 from mxprobe.events import Event, finished
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import Phase
+from mxprobe.schema import Phase, Row
 from mxprobe.trace import TraceWriter
 from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, get_format, get_rule
 
 from .activations import Activations
 from .calibration import MAX_TOKENS, Inputs, calibration_files, read_inputs
 from .checkpoint import Checkpoint, open_checkpoint
-from .measure import MeasureSettings, Row, measure_weight
+from .measure import MeasureSettings, measure_weight
 from .model import BuiltModel, build_model
 from .resume import CALIBRATED, identity_of, interrupted, take_over
 from .safetensors_file import BITS

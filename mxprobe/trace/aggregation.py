@@ -17,13 +17,13 @@ import pandas as pd
 import pyarrow as pa
 
 from mxprobe.errors import UsageError
+from mxprobe.schema import ENGINES
 
 from .arrow import columns_of
 from .chunks import source_chunks
 from .columns import codes
 from .sources import Source, sources
 
-ENGINES = ("arrow", "duckdb", "ray")
 BIN = "step_bin"
 COUNT = "n_rows"
 

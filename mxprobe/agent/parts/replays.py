@@ -32,6 +32,7 @@ from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, DEVICE_MAX_ROWS, 
 from mxprobe.measuring.replay.sharded import NotWholeError, is_sharded
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.protocol import AgentConfig
+from mxprobe.schema import TableRow
 
 EVENT = "sensitivity"
 MAX_GRADIENT_BYTES = 1 << 30
@@ -43,7 +44,6 @@ KEPT_WIDER = ("mxfp8",)
 REPLAY_FACTOR = 11
 """A replay with all arms, gradients and directions, in times of one for sensitivity of as many rows: measured by
 benchmarks/sensitivity.py at 3 and at 6 times the rows that sensitivity takes."""
-TableRow = tuple[str, "dict[str, Any]"]
 Rows = Callable[[], "list[TableRow]"]
 """Steps before attach -> (table, row); waits for the device, so the worker calls it."""
 

@@ -34,14 +34,13 @@ from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
 from mxprobe.measuring.tokens.head import find_head
 from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
-from mxprobe.measuring.tokens.mismatch import ALL, Row, rollout_rows, signal_values
+from mxprobe.measuring.tokens.mismatch import ALL, rollout_rows, signal_values
+from mxprobe.schema import TableRow
 
 SOURCE = "mxprobe"
 GENERATION = "generation"
 """`source` of rows that come from a generation in this process."""
 MAX_MICRO_BATCHES = 16
-
-TableRow = tuple[str, Row]
 
 
 class Measurement:

@@ -17,6 +17,7 @@ from mxprobe.agent.taps.splices import Splices, wrapped
 from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.agent.taps.values import is_on_device, scalar
 from mxprobe.events import Event, Tell
+from mxprobe.schema import Row
 
 NO_STEP = -1
 """`step` of rows whose call named none: to be placed by their time."""
@@ -24,7 +25,6 @@ NO_STEP = -1
 ECHO_NS = 1_000_000_000
 """The same value under the same key from another sink within so long is the same number logged twice."""
 
-Row = dict[str, Any]
 Emit = Callable[["list[Row]"], None]
 
 

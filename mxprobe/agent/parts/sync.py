@@ -20,10 +20,11 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
 from mxprobe.events import WEIGHT_SYNC, Event, Tell
-from mxprobe.measuring.engines.fingerprints import Row, engine_rows, hashed_of, not_comparable_row
+from mxprobe.measuring.engines.fingerprints import engine_rows, hashed_of, not_comparable_row
 from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, weights_of
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
+from mxprobe.schema import Row
 
 LOAD = "load_weights"
 PROCESS = "process_weights_after_loading"

@@ -16,7 +16,8 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.batches import BatchTaps
 from mxprobe.agent.parts.rollouts import Measurement, RolloutTap
 from mxprobe.events import Tell
-from mxprobe.measuring.tokens.batch import BatchMeasurement, TableRow
+from mxprobe.measuring.tokens.batch import BatchMeasurement
+from mxprobe.schema import TableRow
 
 
 class Measurements:

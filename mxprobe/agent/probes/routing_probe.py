@@ -25,7 +25,6 @@ from mxprobe.measuring.tokens.flips import Flips
 from mxprobe.measuring.tokens.generation import Generation, is_measured, measured_positions
 from mxprobe.measuring.tokens.matching import Match
 
-Row = dict[str, Any]
 MAX_MICRO_BATCHES = 16
 
 

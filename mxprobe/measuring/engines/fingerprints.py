@@ -15,19 +15,16 @@ import ctypes
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
-from mxprobe.measuring.engines.forms import AS_HELD, BF16, NOT_COMPARABLE, OF_BF16, ROLLOUT, ROUNDED, TRAIN, TRANSPOSED
 from mxprobe.measuring.engines.layouts import HeldWeight
 from mxprobe.measuring.recipes import quantize
 from mxprobe.measuring.sampling import spread
+from mxprobe.schema import AS_HELD, BF16, NOT_COMPARABLE, OF_BF16, ROUNDED, TRANSPOSED, Phase, Row
 
 HASHED_BYTES = 1 << 14
 MIN_FEATURES = 8
-
-Row = dict[str, Any]
 
 
 def features_of(out_features: int, in_features: int, device: torch.device | None = None) -> torch.Tensor:
@@ -65,14 +62,14 @@ def version_rows(
 
     `reading`: what is taken for granted of how experts are stored; see `mxprobe.measuring.engines.parts`.
     """
-    yield _row(module, TRAIN, BF16, reading, shape, features, row_hashes(values), step)
+    yield _row(module, Phase.TRAIN.value, BF16, reading, shape, features, row_hashes(values), step)
     for form in ROUNDED:
         hashes = row_hashes(quantize(values.float(), form))
-        yield _row(module, TRAIN, form, reading, shape, features, hashes, step)
+        yield _row(module, Phase.TRAIN.value, form, reading, shape, features, hashes, step)
         if values.dtype is torch.float32:
             sent = row_hashes(quantize(values.to(torch.bfloat16).float(), form))
             if sent != hashes:
-                yield _row(module, TRAIN, form + OF_BF16, reading, shape, features, sent, step)
+                yield _row(module, Phase.TRAIN.value, form + OF_BF16, reading, shape, features, sent, step)
 
 
 def hashed_of(weight: HeldWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -87,7 +84,7 @@ def engine_rows(weight: HeldWeight, values: torch.Tensor, columns: torch.Tensor 
     n_out, n_in = weight.shape
     yield _row(
         weight.module,
-        ROLLOUT,
+        Phase.ROLLOUT.value,
         AS_HELD,
         weight.layout,
         weight.shape,
@@ -97,11 +94,13 @@ def engine_rows(weight: HeldWeight, values: torch.Tensor, columns: torch.Tensor 
     )
     if columns is not None:
         features, turned = features_of(n_in, n_out).tolist(), (n_in, n_out)
-        yield _row(weight.module, ROLLOUT, TRANSPOSED, weight.layout, turned, features, row_hashes(columns), step)
+        yield _row(
+            weight.module, Phase.ROLLOUT.value, TRANSPOSED, weight.layout, turned, features, row_hashes(columns), step
+        )
 
 
 def not_comparable_row(module: str, why: str, *, step: int) -> Row:
-    return _row(module, ROLLOUT, NOT_COMPARABLE, why, (0, 0), [], [], step)
+    return _row(module, Phase.ROLLOUT.value, NOT_COMPARABLE, why, (0, 0), [], [], step)
 
 
 def _row(

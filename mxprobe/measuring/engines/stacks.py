@@ -10,10 +10,11 @@ from torch import nn
 
 from mxprobe.measuring.adapters.expert_numbers import own_experts
 from mxprobe.measuring.adapters.structure import expert_parameters
-from mxprobe.measuring.engines.fingerprints import Row, features_of, version_rows
+from mxprobe.measuring.engines.fingerprints import features_of, version_rows
 from mxprobe.measuring.engines.parts import Part, parts_of
 from mxprobe.measuring.isolation import is_plain, undisturbed
 from mxprobe.measuring.sampling import spread
+from mxprobe.schema import Row
 
 HASHED_ELEMENTS = 1 << 18
 """Of each of gate, up and down in one layer: of 128 experts of 2,048 features one row each."""

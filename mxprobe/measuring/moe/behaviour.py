@@ -26,13 +26,12 @@ from mxprobe.measuring.recipes import (
     recipe_event,
     recipe_words,
 )
+from mxprobe.schema import Row
 
 EXPLAINED_AT_MOST = 8
 """Experts looked at alone in one step."""
 _LEADERS = 3
 """Experts asked for the layer's recipe, until one is exact."""
-
-Row = dict[str, Any]
 
 
 class OutputState:

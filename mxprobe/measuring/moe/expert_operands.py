@@ -12,18 +12,16 @@ launches does not grow with E. Products are float64, as in `mxprobe.measuring.op
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import mxprobe_kernels
-from mxprobe.schema import EXPERT_SUMS, OUTPUT_SUMS, Role
+from mxprobe.schema import EXPERT_SUMS, OUTPUT_SUMS, Role, Row
 from mxprobe_kernels.decomposition import Decomposition
 from mxprobe_kernels.formats import Correction
 from mxprobe_kernels.torch_backend import ErrorFields
-
-Row = dict[str, Any]
 
 
 class Operands(NamedTuple):

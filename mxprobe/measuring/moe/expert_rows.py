@@ -8,7 +8,6 @@ which some engines fill an expert's part up to a multiple of their tile, are not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -27,11 +26,8 @@ from mxprobe.measuring.operands.operand import (
 )
 from mxprobe.measuring.sampling import take
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import Role
+from mxprobe.schema import Role, Row, TableRow
 from mxprobe_kernels.torch_backend import ErrorFields
-
-Row = dict[str, Any]
-TableRow = tuple[str, Row]
 
 _SUMMED = ("ref2", "err2", "ref_err")
 _NO_HALVES = dict.fromkeys(("half_a2", "half_b2", "half_ab"), float("nan"))

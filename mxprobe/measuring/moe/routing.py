@@ -14,14 +14,12 @@ by other than the k largest logits (a bias, groups of experts), no flip can be t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import quantize
-
-Row = dict[str, Any]
+from mxprobe.schema import Row
 
 
 @torch.no_grad()

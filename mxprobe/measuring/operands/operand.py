@@ -20,12 +20,10 @@ import torch
 
 import mxprobe_kernels
 from mxprobe.events import Event
-from mxprobe.schema import OUTPUT_SUMS, Role
+from mxprobe.schema import OUTPUT_SUMS, Role, Row
 from mxprobe_kernels import cpu_backend
 from mxprobe_kernels.formats import Correction
 from mxprobe_kernels.torch_backend import ErrorFields
-
-Row = dict[str, Any]
 
 IDENTITY_TOLERANCE = 1e-5
 """Of sum_e2: how far the components of a row may be from their total."""

@@ -51,7 +51,7 @@ from mxprobe.measuring.replay.policy import (
     given_tokens,
 )
 from mxprobe.measuring.replay.representation import Outputs, Representation
-from mxprobe.schema import DEFAULT_ARMS, Role
+from mxprobe.schema import DEFAULT_ARMS, Role, Row
 from mxprobe_kernels.formats import Correction
 
 HIGH = "high"
@@ -66,7 +66,6 @@ MAX_REFERENCE = 1 << 26
 FORWARD_ROLES = (Role.X_FWD, Role.W_FWD)
 BACKWARD_ROLES = (Role.G_DGRAD, Role.W_DGRAD, Role.G_WGRAD, Role.X_WGRAD)
 
-Row = dict[str, Any]
 Quantize = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [rows, C], seed) -> x as the arm has it, blocks along the last axis, float32."""
 

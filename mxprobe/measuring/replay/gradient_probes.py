@@ -31,17 +31,14 @@ from mxprobe.measuring.replay.backward import WeightGradients
 from mxprobe.measuring.replay.call import Call, NotReplayableError, forward, replayed
 from mxprobe.measuring.replay.linears import Intercept
 from mxprobe.measuring.replay.policy import PolicyGradient, find_policy
-from mxprobe.schema import Role
+from mxprobe.schema import COMPONENTS, Role, Row
 
 ROLES = (*FORWARD_ROLES, *BACKWARD_ROLES)
 _TRAVEL = (*FORWARD_ROLES, Role.G_DGRAD, Role.W_DGRAD)
-COMPONENTS = ("total", "scale", "deadzone", "grid")
 DOUBLE_BACKWARD, INTERVENTION = "double_backward", "intervention"
 MAX_ELEMENTS = 1 << 27
 """Elements of all operands of the call, over which groups are intervened on; about 20 bytes each are held."""
 MAX_GROUPS = 48
-
-Row = dict[str, Any]
 
 
 class _Operands(NamedTuple):

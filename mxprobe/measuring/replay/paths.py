@@ -20,10 +20,10 @@ from mxprobe.measuring.replay.call import Call, NotReplayableError, forward, is_
 from mxprobe.measuring.replay.linears import Intercept
 from mxprobe.measuring.replay.policy import TOKEN_ARGUMENT, PolicyOutput, chosen, entropy_of, find_policy, given_tokens
 from mxprobe.measuring.replay.residuals import Difference, Residuals, difference
+from mxprobe.schema import Row
 
 FLOOR, FLOOR_OWN = "floor", "floor_own"
 
-Row = dict[str, Any]
 Product = Callable[[str, nn.Linear, torch.Tensor], torch.Tensor]
 
 

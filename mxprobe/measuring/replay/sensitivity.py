@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,9 +37,8 @@ from mxprobe.measuring.replay.policy import (
     find_policy,
     given_tokens,
 )
-from mxprobe.schema import Role
+from mxprobe.schema import COMPONENTS, Role, Row
 
-COMPONENTS = ("total", "scale", "deadzone", "grid")
 _N_PARTS = len(COMPONENTS) - 1
 CPU_MAX_ROWS = 256
 DEVICE_MAX_ROWS = 2048
@@ -54,8 +52,6 @@ MAX_OUTPUT_BYTES = 1 << 31
 """Outputs of the Linears whose gradients are held at once; the others are for another replay."""
 _WHOLE_ONLY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that do not take their batch in parts: to find out costs a forward pass, once."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

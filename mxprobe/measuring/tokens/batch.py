@@ -9,10 +9,8 @@ import torch
 
 from mxprobe.events import LOGPROBS, Event, Tell
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.measuring.tokens.mismatch import ALL, UNKNOWN, Pairs, Row, rollout_rows, signal_values
-
-TableRow = tuple[str, Row]
-
+from mxprobe.measuring.tokens.mismatch import ALL, UNKNOWN, Pairs, rollout_rows, signal_values
+from mxprobe.schema import TableRow
 
 PerToken = Any
 """A padded tensor [B, T], a tensor [n] without boundaries, a `Ragged`, or a list of tensors [n_i]."""

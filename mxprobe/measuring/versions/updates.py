@@ -10,18 +10,15 @@ will). Ratios are derived in `mxprobe.attribution.updates`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import mxprobe_kernels
+from mxprobe.schema import Row
 from mxprobe_kernels.formats import E2M1_GRID
 from mxprobe_kernels.torch_backend import ErrorFields
 
 NEAR = 0.1
 """Of a grid step: elements so close to a rounding boundary are counted as near it."""
-
-Row = dict[str, Any]
 
 
 @torch.no_grad()
