@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from mxprobe.agent.parts.signals import SignalTaps
+from mxprobe.agent.taps.signal_taps import SignalTaps
 
 CALLS = 2_000
 REPEATS = 15

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent import boot, session
+from mxprobe.agent import boot
 from mxprobe.agent.parts.device_steps import DeviceSteps
+from mxprobe.agent.parts.warm_up import WarmUp
 from tests import moe_models, standin_modules, standin_sinks
 from tests.standin_engine import Backend, EngineModel, Mxfp4MoEMethod
 from tests.unit import test_batch, test_engines
@@ -167,14 +168,8 @@ def with_a_sink(patch: pytest.MonkeyPatch) -> None:
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Steps timed by events, and measured zeros first."""
-    installed = session.Session._install
-
-    def install(self: Any, roots: Any) -> None:
-        installed(self, roots)
-        self._device_steps = DeviceSteps(_Event)
-        self._warm_up.begin(self.worker, torch.device("cpu"), torch.float32, self._config)
-
-    patch.setattr(session.Session, "_install", install)
+    patch.setattr(DeviceSteps, "watch", lambda self, roots: setattr(self, "_new_event", _Event))
+    patch.setattr(WarmUp, "watch", lambda self, roots: self.compile_for(torch.device("cpu"), torch.float32))
 
 
 def without_torch(patch: pytest.MonkeyPatch) -> None:

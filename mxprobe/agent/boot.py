@@ -160,10 +160,8 @@ class _Agent:
             transport.control({"verb": "status", **session.status()})
         elif verb == "detach":
             session.ask_detach("asked")
-        elif verb == "trigger":
-            session.trigger(str(frame.get("reason", "")))
-        elif verb == "set":
-            session.ask_set(frame)
+        elif verb in ("trigger", "set"):
+            session.ask(frame)
 
     def _leave(self, session: Any, transport: Any) -> None:
         """Hooks out, finish measuring, end the threads, send, say goodbye. What fails of it does not stop the rest."""
@@ -230,7 +228,7 @@ def _words(error: Exception) -> str:
 
 
 def _logs() -> bool:
-    from mxprobe.agent.parts.signals import any_sink
+    from mxprobe.agent.taps.signal_taps import any_sink
 
     return any_sink()
 

@@ -24,9 +24,24 @@ class Clock:
         self.with_weights = False
         self.only_outputs = False
         """This step is watched for generation alone: realised errors, no decomposition."""
+        self.generated = False
+        """A generation was measured in this step."""
+        self.keeps_versions = False
+        """This step is near one that is probed: its weights are kept."""
+        self.is_affordable = True
+        """What the probe may cost is not spent."""
+        self.is_slower = False
+        """This step is run another way than the others, to be seen."""
+        self.is_last = False
+        """The hooks come out at the end of this step."""
         self.hook_ns = 0
         self.step_ns = 0
         self._last_ns = time.perf_counter_ns()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks are in for this step alone."""
+        return self.probed or self.only_outputs
 
     def advance(self) -> None:
         """The step is over; call at an optimizer-step boundary."""
@@ -39,6 +54,7 @@ class Clock:
         self.n_decodes = 0
         self.hook_ns = 0
         self.probed = self.with_weights = self.only_outputs = False
+        self.generated = self.keeps_versions = self.is_slower = False
 
 
 def completed_steps(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:

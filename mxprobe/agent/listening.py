@@ -11,8 +11,8 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
-from mxprobe.agent.parts.signals import SignalTaps
 from mxprobe.agent.recorder import Recorder
+from mxprobe.agent.taps.signal_taps import SignalTaps
 from mxprobe.agent.transport import Transport
 from mxprobe.events import Event
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
@@ -70,14 +70,15 @@ class Listening:
     def settle_without_step(self) -> None:
         """Nothing is waited for here."""
 
-    def ask_set(self, frame: dict[str, Any]) -> None:
-        """No model runs here whose recipe could change."""
-        refusal = {"ok": False, "reason": "no_steps", "detail": "it has no torch, so it trains nothing"}
-        self._transport.control({"verb": "set", "id": frame.get("id", 0), **refusal})
-
-    def trigger(self, reason: str) -> None:
-        words = f"asked: {reason}; nothing is recorded here but signals"
-        self._on_event(Event("flight", "", "asked", text=words))
+    def ask(self, frame: dict[str, Any]) -> None:
+        """Refuse a command of the user's: no model runs here."""
+        if frame["verb"] == "set":
+            refusal = {"ok": False, "reason": "no_steps", "detail": "it has no torch, so it trains nothing"}
+            self._transport.control({"verb": "set", "id": frame.get("id", 0), **refusal})
+        else:
+            reason = frame.get("reason", "")
+            words = f"asked: {reason}; nothing is recorded here but signals"
+            self._on_event(Event("flight", "", "asked", text=words))
 
     def ask_detach(self, reason: str) -> None:
         self.abandon(reason)

@@ -27,7 +27,6 @@ from mxprobe.events import Event
 
 HOST_BYTES = 1 << 30
 RESERVED = 1 / 8
-EVENT = "memory"
 _DEPTH = 6
 
 Release = Callable[[], None]

@@ -17,6 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from mxprobe.measuring.adapters.identity import note_stage
 from mxprobe.measuring.adapters.master import is_stepped_by
+from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.engines.layouts import HeldWeight, weights_of
 
 _GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
@@ -114,3 +116,10 @@ def trained_roots(seen: list[nn.Module], optimizer: torch.optim.Optimizer) -> tu
     parameters = [p for root in roots for p in root.parameters()]
     held = {id(p) for p in parameters} | {id(getattr(p, "main_param", None)) for p in parameters}
     return roots, owned <= held
+
+
+def holds_a_gemm(root: nn.Module) -> bool:
+    """Whether there is something to measure: a GEMM that an adapter knows, or an engine's weight to be compared."""
+    return any(adapter_of(m) is not None for m in root.modules()) or any(
+        isinstance(each, HeldWeight) for each in weights_of(root)
+    )

@@ -7,6 +7,7 @@ on every rank whenever each was attached. Without such a count, every N-th step 
 from __future__ import annotations
 
 from mxprobe.agent.clock import Clock
+from mxprobe.measuring.versions.weight_history import RECENT
 
 
 class Schedule:
@@ -45,6 +46,7 @@ class Schedule:
         `busy`: earlier snapshots are not measured yet. Where it is not `affordable` only what was demanded is done.
         """
         step = clock.step
+        clock.keeps_versions = not busy and step >= self._next_due - RECENT
         if self._base is not None and not self._is_aligned:
             self._is_aligned = True
             if self._next_due > 1:
@@ -71,13 +73,9 @@ class Schedule:
             return max(otherwise, step + 1)
         return step + n - (self._base + step) % n
 
-    def is_near(self, step: int, n: int) -> bool:
-        """Whether `step` is probed or within n steps of the next that is; ask before `plan`."""
-        return step >= self._next_due - n
-
-    def close(self, clock: Clock, *, generated: bool) -> None:
-        """The step is over; `generated`: a generation was measured in it."""
-        if generated:
+    def close(self, clock: Clock) -> None:
+        """The step is over."""
+        if clock.generated:
             self._generates, self._owed_until = True, 0
         elif clock.probed and self._generates is not False:
             self._owed_until = clock.step + self._every - 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from mxprobe.agent.parts.signals import SignalTaps
+from mxprobe.agent.taps.signal_taps import SignalTaps
 
 OUT = Path(sys.argv[2])
 os.environ.update(

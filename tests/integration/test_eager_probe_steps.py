@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.eager import EVENT, NOT_BIT_EXACT, EagerSteps
 from tests.standin_controller import agent_thread, controlled, wait_for
@@ -109,11 +110,11 @@ def test_modules_of_a_compiled_model(tmp_path: Path, eager: bool, in_place: bool
 def test_a_stance_of_the_users_comes_back() -> None:
     model, told = Compiled(in_place=False), list[str]()
     guard = Guard(3, lambda where, detail: told.append(detail), lambda: None)
-    steps = EagerSteps(True, guard, lambda event: told.append(event.words))
-    steps.look(True)
+    steps = EagerSteps(True, Clock(), guard, lambda event: told.append(event.words))
+    steps.watch([model.net])
     with torch.compiler.set_stance("force_eager"):
         steps.enter()
-        steps.leave()
+        steps.remove()
         model.step()
         assert model.n_compiled == 0
     model.step()

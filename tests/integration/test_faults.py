@@ -1,8 +1,8 @@
 """A fault in any callable of the agent: the run keeps its bits, the agent leaves nothing behind, and says what failed.
 
-Every function of `mxprobe.agent` and `mxprobe.measuring` is found by walking over its modules; a fault is planted by putting one that raises in
-its place. A few are planted by default and those of `PLANTED` in the slow tests. `MXPROBE_FAULTS=all` plants one in
-each function there is, in a process of its own.
+Every function of `mxprobe.agent` and `mxprobe.measuring` is found by walking over their modules. A fault is planted by
+putting a function that raises in its place. A few are planted by default and those of `PLANTED` in the slow tests.
+`MXPROBE_FAULTS=all` plants one in each function there is, in a process of its own.
 """
 
 from __future__ import annotations
@@ -33,36 +33,23 @@ from tests.watched_run import SINK, errors_told, fingerprint_alone, step_until_i
 # What torch, the interpreter or a wrapped function of the user's calls directly, and what their `except` clauses call:
 # they hold the guards. To replace one is to replace what is to be tested.
 GUARDS = {
-    "agent.parts.batches.BatchTaps._listen",
     "agent.boot._Agent._at_exit",
     "agent.boot.start",
-    "agent.parts.sync.WeightSync._on_load",
-    "agent.parts.flight.FlightTap._on_enter",
-    "agent.parts.flight.FlightTap._on_leave",
+    "agent.event_log.EventLog.tell",
+    "agent.guard.Guard.attempt",
+    "agent.guard.Guard.hook",
+    "agent.guard.Guard.is_forked",
     "agent.guard.Guard.swallow",
-    "agent.probes.module_probe.ModuleProbe._forward_hook",
-    "measuring.interruptions.is_of_a_signal_handler",
-    "agent.ledger.Ledger.on_event",
+    "agent.parts.batches.BatchTaps._listen",
     "agent.parts.milestones.Milestones._listen",
-    "agent.parts.milestones.Milestones._on_optimizer_state",
-    "agent.parts.milestones.Milestones._on_weights",
-    "agent.parts.planted.PlantedOps.on_gradient",
-    "agent.parts.planted.PlantedOps.on_operands",
-    "agent.probes.experts_probe.ExpertsProbe._before",
-    "agent.probes.experts_probe.ExpertsProbe._forward_hook",
-    "agent.parts.replays.Replays._fail",
-    "agent.parts.replays.Replays._give_up",
-    "agent.parts.replays.Replays._on_enter",
-    "agent.parts.replays.Replays._on_leave",
+    "agent.parts.sync.WeightSync._on_load",
+    "agent.probes.experts_probe.ExpertsProbe._after",
     "agent.roots.RootWatch._enter",
     "agent.roots.RootWatch._leave",
-    "agent.session.Session._on_optimizer_step",
-    "agent.session.Session._on_root_enter",
-    "agent.session.Session._on_root_leave",
-    "agent.session.Session._on_serving_enter",
-    "agent.parts.signals.SignalTaps._listen",
+    "agent.taps.signal_taps.SignalTaps._listen",
     "agent.taps.splice.Splice._hear",
     "agent.taps.table.Tap.source",
+    "measuring.interruptions.is_of_a_signal_handler",
 }
 # What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
 WAYS_OUT = {
@@ -76,18 +63,17 @@ WAYS_OUT = {
     "agent.probes.experts_probe.ExpertsProbe._leave",
     "agent.probes.gemm_watch.GemmWatch.is_elsewhere",
     "agent.probes.gemm_watch.GemmWatch.leave",
-    "agent.parts.norms.NormWatch.remove",
+    "agent.parts.norms.Norms.remove",
     "agent.roots.RootWatch.close",
-    "agent.session.Session._remove",
     "agent.session.Session._take_out",
     "agent.session.Session.abandon",
     "agent.session.Session.close",
-    "agent.parts.signals.SignalTaps.unwrap",
+    "agent.taps.signal_taps.SignalTaps.unwrap",
     "agent.taps.splice.Splice._give_back",
     "agent.taps.splice.Splice.remove",
     "agent.taps.splices.Splices._is_back",
     "agent.taps.splices.Splices.give_back",
-    "agent.parts.tokens.TokenTaps.remove",
+    "agent.parts.batches.BatchTaps.remove",
     "agent.transport.Transport.close",
     "agent.worker.Worker.stop",
 }
@@ -199,22 +185,22 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
         "error_budget",
         "gradient hook of lm_head",
     ),
-    "agent.parts.flight.FlightTap._take": (TypeError("planted"), "error_budget", "flight recorder at embed"),
-    "agent.parts.norms.NormWatch._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
+    "agent.parts.flight.NormTaps._take": (TypeError("planted"), "error_budget", "flight recorder at embed"),
+    "agent.parts.norms.Norms._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
     "agent.parts.milestones.Milestones._note": (RuntimeError("planted"), "asked", "torch.serialization.save"),
-    "agent.parts.signals.SignalTaps._rows": (ValueError("planted"), "error_budget", f"{SINK}.Tracking.log"),
+    "agent.taps.signal_taps.SignalTaps._rows": (ValueError("planted"), "error_budget", f"{SINK}.Tracking.log"),
     "measuring.replay.call.capture": (RuntimeError("planted"), "asked", "capturing a call"),
     "measuring.replay.sensitivity.measure_sensitivity": (MemoryError(), "asked", "replaying a call"),
     "agent.session.Session._end_step": (KeyError("planted"), "error_budget", "optimizer step"),
     "agent.session.Session._install": (AttributeError("planted"), "error_budget", "optimizer step"),
-    "agent.worker.Worker.measure": (RuntimeError("planted"), "error_budget", "measuring"),
+    "agent.parts.probed_modules.ProbedModules._measure": (RuntimeError("planted"), "error_budget", "measuring"),
     "measuring.step_rows.measure_step": (MemoryError(), "error_budget", "measuring"),
     "measuring.black_box.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
     "agent.recorder.Recorder.flush": (MemoryError(), "error_budget", ""),
     "agent.transport.Transport.batch": (MemoryError(), "error_budget", ""),
     "agent.transport.Transport._send_all": (RuntimeError("planted"), "", ""),
     "agent.worker.Worker._next_job": (MemoryError(), "worker_died", ""),
-    "agent.worker.Worker.__init__": (RuntimeError("can't start new thread"), "load_failed", ""),
+    "agent.worker.Worker.start": (RuntimeError("can't start new thread"), "load_failed", ""),
     "agent.session.Session.tick": (RuntimeError("planted"), "agent_failed", ""),
     "agent.roots._silence": (RuntimeError("planted"), "load_failed", ""),
     "measuring.replay.sharded.is_sharded": (RuntimeError("planted"), "asked", "replays"),
@@ -222,7 +208,7 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
 BY_DEFAULT = (
     "agent.probes.module_probe.ModuleProbe._on_call",
     "measuring.operands.snapshot.Snapshot.add_gradient",
-    "agent.worker.Worker.measure",
+    "agent.parts.probed_modules.ProbedModules._measure",
 )
 
 
@@ -246,7 +232,7 @@ def test_a_fault_is_told_of_and_harms_nobody(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_looked_at_is_not_served(tmp_path: Path) -> None:
-    _, controller = run_with("agent.session._has_linear", RuntimeError("planted"), tmp_path, "engine")
+    _, controller = run_with("agent.roots.holds_a_gemm", RuntimeError("planted"), tmp_path, "engine")
     assert controller.frame("failed")["reason"] == "no_model"
     assert errors_told(controller) == ["looking at a model that serves: RuntimeError: planted"]
 
@@ -279,7 +265,7 @@ def test_a_probe_that_takes_itself_off_in_a_call_has_others_on_the_module(name: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("agent.ledger.Ledger.on_switch_answer", "asked"), ("agent.listening.Listening._on_event", "logger")],
+    [("agent.parts.switch.Recipes._answer", "asked"), ("agent.listening.Listening._on_event", "logger")],
 )
 def test_nothing_is_put_in_by_an_agent_that_fails_as_it_comes_or_goes(name: str, kind: str, tmp_path: Path) -> None:
     fault, _ = run_with(name, RuntimeError("planted"), tmp_path, kind)
@@ -298,7 +284,7 @@ def test_words_that_fail_are_not_needed(tmp_path: Path) -> None:
 
 def test_the_guards_exist() -> None:
     assert set(callables()) >= GUARDS | WAYS_OUT | set(PLANTED)
-    assert callables()["agent.probes.module_probe.ModuleProbe._forward_hook"][0] is hooks.ModuleProbe
+    assert callables()["agent.probes.module_probe.ModuleProbe._on_forward"][0] is hooks.ModuleProbe
 
 
 @pytest.mark.slow

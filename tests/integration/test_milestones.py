@@ -92,18 +92,20 @@ def test_a_checkpoint_of_the_trainer_is_one_event(tmp_path: Path):
     stones = Milestones(
         Guard(9, lambda where, detail: errors.append(f"{where}: {detail}"), lambda: None),
         lambda event: events.append((event.kind, event.words)),
+        lambda: optimizers[-1],
     )
+    optimizers: list[Any] = []
 
     class Attached(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.handles = stones.watch([model], kwargs["optimizer"])
+            optimizers.append(kwargs["optimizer"])
+            stones.watch([model])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            stones.finish(kwargs["optimizer"])
+            stones.finish()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for handle in self.handles:
-                handle.remove()
+            stones.remove()
 
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
@@ -128,8 +130,9 @@ def test_a_checkpoint_of_the_trainer_is_one_event(tmp_path: Path):
 
 def test_nothing_raises_where_a_reader_fails(tmp_path: Path):
     errors: list[str] = []
-    stones = Milestones(Guard(9, lambda where, detail: errors.append(where), lambda: None), lambda event: None)
-    stones.ensure_wrapped()
+    guard = Guard(9, lambda where, detail: errors.append(where), lambda: None)
+    stones = Milestones(guard, lambda *_: None, lambda: None)
+    stones.watch([])
     transformers = pytest.importorskip("transformers")
     with pytest.raises(AttributeError):
         transformers.Trainer._save_checkpoint(object(), None, None)

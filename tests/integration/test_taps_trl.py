@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mxprobe.agent.parts.signals import NO_STEP
+from mxprobe.agent.taps.signal_taps import NO_STEP
 from mxprobe.metrics import resolve
 from tests.logger_files import Written, tensorboard_scalars, trackio_logs, wandb_history
 

@@ -27,7 +27,7 @@ import wandb  # noqa: E402
 from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from mxprobe.agent.parts.signals import SignalTaps  # noqa: E402
+from mxprobe.agent.taps.signal_taps import SignalTaps  # noqa: E402
 from mxprobe.demo import job  # noqa: E402
 
 SINKS = {

@@ -43,7 +43,8 @@ class Run:
             self.spent_ns += hook_ns + lost_ns
             self.total_ns += step_ns
             left -= left > 0
-            self.schedule.close(self.clock, generated=True)
+            self.clock.generated = True
+            self.schedule.close(self.clock)
             self.clock.next()
 
 

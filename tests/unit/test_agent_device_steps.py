@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from mxprobe.agent.clock import Clock
 from mxprobe.agent.parts.device_steps import MAX_PENDING, DeviceSteps
 
 
@@ -37,7 +40,7 @@ class Event:
 
 def test_probed_and_unprobed_steps_are_told_apart_on_the_device_s_clock():
     device = Device()
-    steps = DeviceSteps(device.event)
+    steps = DeviceSteps(Clock(), lambda *_: None, device.event)
     for step in range(40):
         probed = step % 10 == 9
         device.now_ms += 12.0 if probed else 10.0
@@ -54,7 +57,7 @@ def test_probed_and_unprobed_steps_are_told_apart_on_the_device_s_clock():
 
 def test_a_device_that_never_answers_is_not_waited_for():
     device = Device()
-    steps = DeviceSteps(device.event)
+    steps = DeviceSteps(Clock(), lambda *_: None, device.event)
     for _ in range(4 * MAX_PENDING):
         steps.mark(probed=True)
     assert steps.times is None
@@ -62,6 +65,7 @@ def test_a_device_that_never_answers_is_not_waited_for():
 
 
 def test_without_a_device_there_is_nothing_to_time():
-    steps = DeviceSteps.of("cpu")
+    steps = DeviceSteps(Clock(), lambda *_: None)
+    steps.watch([torch.nn.Linear(2, 2)])
     steps.mark(probed=True)
     assert (steps.times, steps.words()) == (None, "")

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.flight import FlightTap
-from mxprobe.measuring.black_box import Entry, Norms
+from mxprobe.agent.parts.flight import NormTaps
+from mxprobe.measuring.black_box import Entry
 
 
 class Net(nn.Module):
@@ -32,16 +31,15 @@ class Net(nn.Module):
 class Recorded:
     def __init__(self, net: nn.Module, left_alone: Collection[int] = ()) -> None:
         self.net = net
-        self.norms: list[Norms] = []
         self.errors: list[Any] = []
         guard = Guard(10, lambda where, detail: self.errors.append((where, detail)), lambda: None)
-        self.tap = FlightTap(Clock(), guard, self.norms.append)
-        self.handles = self.tap.watch([net], set(left_alone))
+        self.taps = NormTaps(guard)
+        self.taps.watch([net], set(left_alone))
 
     def entry(self) -> Entry:
-        self.tap.finish(step=1)
+        norms = self.taps.take(step=1)
         assert not self.errors
-        return Entry.read(self.norms.pop())
+        return Entry.read(norms)
 
 
 @pytest.mark.parametrize("how", ["", "reentrant", "plain"])
@@ -94,8 +92,7 @@ def test_modules_to_be_left_alone_get_no_hook() -> None:
     recorded = Recorded(net, {id(net.first)})
     net(torch.randn(3, 8))
     assert list(recorded.entry().outputs) == ["act", "last"]
-    for handle in recorded.handles:
-        handle.remove()
+    recorded.taps.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
 
 

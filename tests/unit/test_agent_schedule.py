@@ -23,7 +23,8 @@ def run(
         schedule.plan(clock, busy=step in busy)
         letters += "W" if clock.with_weights else "P" if clock.probed else "o" if clock.only_outputs else "."
         watched = clock.probed or clock.only_outputs
-        schedule.close(clock, generated=watched and step in generates)
+        clock.generated = watched and step in generates
+        schedule.close(clock)
         clock.next()
     return letters
 

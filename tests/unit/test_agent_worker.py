@@ -10,7 +10,6 @@ from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
 from mxprobe.events import Event
-from mxprobe.protocol import AgentConfig
 
 
 class Kept:
@@ -29,7 +28,8 @@ def test_jobs_behind_a_long_one_are_done_when_it_has_to_stop() -> None:
     kept = Kept()
     recorder = Recorder(cast(Transport, kept))
     errors: list[str] = []
-    worker = Worker(AgentConfig(), recorder, Guard(5, lambda where, detail: errors.append(detail), lambda: None))
+    worker = Worker(recorder, Guard(5, lambda where, detail: errors.append(detail), lambda: None))
+    worker.start()
     begun, go = threading.Event(), threading.Event()
 
     def long_job() -> None:

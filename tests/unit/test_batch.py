@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.batches import BatchTaps
-from mxprobe.agent.parts.signals import SignalTaps
 from mxprobe.agent.taps.batches import BATCH_TAPS
+from mxprobe.agent.taps.signal_taps import SignalTaps
 from mxprobe.measuring.tokens.batch import Batch, Ragged, join, tokens_of
 from mxprobe.measuring.tokens.mismatch import rollout_rows
 from mxprobe.schema import TABLES
-from tests import standin_sinks
+from tests import part_context, standin_sinks
 
 # Three responses of 2, 4 and 3 counted tokens, padded to 4; advantages of each sign.
 LENGTHS = (2, 4, 3)
@@ -41,18 +39,22 @@ class Heard:
         for tap in BATCH_TAPS:
             monkeypatch.delitem(sys.modules, tap.module, raising=False)
         standin_sinks.install(monkeypatch, modules)
-        self.told: list[str] = []
         self.batches: list[Batch] = []
-        self.errors: list[str] = []
-        guard = Guard(9, lambda where, detail: self.errors.append(f"{where}: {detail}"), lambda: None)
-        self.taps = BatchTaps(Clock(), guard, lambda event: self.told.append(event.words), self.batches.append)
-        self.taps.ensure_wrapped()
-        self.taps.arm()
+        self._told = part_context.told()
+        self.errors = self._told.errors
+        self.taps = BatchTaps(self._told.context, self.batches.append, lambda: None)
+        self._told.context.clock.probed = True
+        self.taps.watch([])
+        self.taps.begin()
+
+    @property
+    def told(self) -> list[str]:
+        return self._told.details
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        measured = self.taps.finish(None)
+        measured = self.taps.collect()
         assert measured is not None, self.told
-        rows = measured.rows(lambda event: self.told.append(event.words))
+        rows = measured.rows(self._told.context.events.tell)
         return {row["stratum"]: row for table, row in rows if table == "rollouts"}
 
 
@@ -231,7 +233,7 @@ def test_the_batch_of_each_framework_is_read(framework: str, monkeypatch: pytest
     else:
         assert rows["position_0"]["n_tokens"] == rows["length_0"]["n_tokens"] == sum(LENGTHS)
         assert whole["n_sequences"] == 3
-    heard.taps.unwrap()
+    heard.taps.remove()
     assert members(modules) == before
     assert heard.errors == []
 
@@ -253,7 +255,7 @@ def test_the_function_s_own_sinks_stay_audible(monkeypatch: pytest.MonkeyPatch):
     signals.ensure_wrapped()
     TrainingWorker().train_batch(verl_batch())
     signals.unwrap()
-    heard.taps.unwrap()
+    heard.taps.remove()
     assert [row["raw_key"] for row in rows] == ["actor/entropy"]
 
 
@@ -269,7 +271,7 @@ def test_what_is_missing_is_said_and_nothing_measured(monkeypatch: pytest.Monkey
         trainer._compute_loss(
             None, {"sampling_per_token_logps": ROLLOUT, "old_per_token_logps": TRAIN, "completion_mask": MASK}
         )
-    assert heard.taps.finish(None) is None
+    assert heard.taps.collect() is None
     source = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
     assert heard.told == [
         f"{source} (training batch)",
@@ -277,7 +279,7 @@ def test_what_is_missing_is_said_and_nothing_measured(monkeypatch: pytest.Monkey
         f"{source}: the batch does not hold the trainer's log-probabilities",
         f"{source}: the batch does not say which of its tokens count",
     ]
-    heard.taps.unwrap()
+    heard.taps.remove()
 
 
 def test_another_signature_is_left_alone_and_said(monkeypatch: pytest.MonkeyPatch):
@@ -298,7 +300,7 @@ def test_a_batch_that_is_changed_after_the_call_was_copied(monkeypatch: pytest.M
     modules["verl.workers.engine_workers"].TrainingWorker().train_batch(data)
     data["rollout_log_probs"].zero_()
     assert heard.rows()["all"]["sum_d"] == pytest.approx(float(D.sum()), abs=1e-6)
-    heard.taps.unwrap()
+    heard.taps.remove()
 
 
 def test_tokens_without_a_finite_log_probability_are_counted_apart():

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts import sync
 from mxprobe.agent.parts.sync import WeightSync
 from mxprobe.attribution.held import HeldVersion, held_versions
@@ -29,6 +28,7 @@ from mxprobe.measuring.operands.weights import watched_features
 from mxprobe.measuring.recipes import quantize
 from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter, open_trace
+from tests import part_context
 from tests.standin_engine import (
     Backend,
     EngineModel,
@@ -303,8 +303,8 @@ def test_a_linear_whose_scales_were_tiled_for_a_kernel_is_decoded_as_before():
 
 
 def test_packing_after_a_load_is_listened_to_at_its_class():
-    told: list[str] = []
-    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda event: told.append(event.words))
+    told = part_context.told()
+    weight_sync = WeightSync(told.context)
     model, _ = packed_experts(Mxfp4MoEMethod(Backend.EMULATION))
     before = KnownMethod.process_weights_after_loading
     model.experts.routed_experts.quant_method = KnownMethod(Backend.EMULATION)
@@ -319,7 +319,7 @@ def test_packing_after_a_load_is_listened_to_at_its_class():
     finally:
         weight_sync.remove()
     assert KnownMethod.process_weights_after_loading is before
-    assert told[-1] == "1 calls of process_weights_after_loading: 0 weights read, 2 not comparable"
+    assert told.details[-1] == "1 calls of process_weights_after_loading: 0 weights read, 2 not comparable"
 
 
 class KnownMethod(Mxfp4MoEMethod):
@@ -330,13 +330,13 @@ class KnownMethod(Mxfp4MoEMethod):
 
 
 def test_weights_that_do_not_fit_into_one_pass_take_turns(monkeypatch: pytest.MonkeyPatch):
-    told: list[str] = []
-    weight_sync = WeightSync(Guard(0, lambda *_: None, lambda: None), lambda event: told.append(event.words))
+    told = part_context.told()
+    weight_sync = WeightSync(told.context)
     model = engine()
 
     def passed() -> list[str]:
         held = weight_sync.take([model])
-        return [] if held is None else list(dict.fromkeys(row["module"] for row in held.rows(1)))
+        return [] if held is None else list(dict.fromkeys(row["module"] for _, row in held.rows(1)))
 
     everything = passed()
     assert len(everything) == LAYERS * len(PARTS)
@@ -353,6 +353,6 @@ def test_weights_that_do_not_fit_into_one_pass_take_turns(monkeypatch: pytest.Mo
         model.load_weights(weights(10).items())
         assert passed() == first  # new weights: from the beginning
         read = f"{len(first)} weights read, 0 not comparable; the others in the passes that follow"
-        assert told == [f"1 calls of load_weights: {read}"]
+        assert told.details == [f"1 calls of load_weights: {read}"]
     finally:
         weight_sync.remove()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import mxprobe
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.parts.expert_versions import watched_features
+from mxprobe.agent.probes.expert_versions import watched_features
 from mxprobe.agent.probes.experts_probe import ExpertsProbe
 from mxprobe.agent.probes.gemm_watch import GemmWatch
 from mxprobe.agent.recorder import to_columns

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.agent import allocator, guard
-from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
+from mxprobe.agent import allocator
 from mxprobe.agent.memory import RESERVED, DeviceMemory
 from mxprobe.agent.parts.replays import Replays
 from mxprobe.agent.replay_allowance import shapes_of
+from mxprobe.measuring import isolation
 from mxprobe.measuring.replay import call as calls
 from mxprobe.measuring.replay.arms import replay_arms
 from mxprobe.measuring.replay.call import capture
@@ -22,7 +21,7 @@ from mxprobe.measuring.replay.gradient_probes import probe_gradients
 from mxprobe.measuring.replay.policy import PolicyGradient
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.protocol import AgentConfig
-from tests import small_lm
+from tests import part_context, small_lm
 from tests.live_bytes import LiveBytes
 
 
@@ -43,7 +42,7 @@ def all_linears(model: nn.Module) -> dict[str, nn.Linear]:
 def test_no_replay_holds_more_than_its_need(
     monkeypatch: pytest.MonkeyPatch, width: int, n_layers: int, vocabulary: int, n_samples: int, dtype: torch.dtype
 ):
-    for module in (guard, calls):  # a replay leaves the user's modes, and would leave the count
+    for module in (isolation, calls):  # a replay leaves the user's modes, and would leave the count
         monkeypatch.setattr(module, "leave_dispatch_modes", lambda: None)
     model, ids = model_of(width, n_layers, vocabulary, dtype), small_lm.batch(n_samples, 0)
     linears, call = all_linears(model), capture(model, (), {"input_ids": ids})
@@ -67,18 +66,17 @@ def replayed(
     limit: int, *, n_samples: int = 8, busy: bool = False, **config: Any
 ) -> tuple[list[str], DeviceMemory, bool]:
     """One step whose replay has that limit, as on a GPU; what was told, and whether something was replayed."""
-    told: list[str] = []
     memory = DeviceMemory(0, lambda *_: None)
     memory.device, memory.limit = "cuda", limit
-    clock = Clock()
-    settings = AgentConfig(**{"sensitivity_every": 1, **config})
-    swallow = Guard(0, lambda where, detail: told.append(f"error {where} {detail}"), lambda: None)
-    replays = Replays(settings, clock, swallow, lambda event: told.append(event.words), memory, lambda: busy)
+    told = part_context.told(AgentConfig(**{"sensitivity_every": 1, **config}), memory=memory)
+    told.context.worker.backlog = int(busy)
+    clock = told.context.clock
     model = small_lm.SmallLM(width=32, n_layers=1)
-    replays.watch([model], small_lm.linears(model))
+    replays = Replays(told.context, lambda: small_lm.linears(model))
+    replays.watch([model])
     made = False
     for _ in range(2):
-        replays.plan()
+        replays.begin()
         model(small_lm.batch(n_samples, clock.step)).sum().backward()
         clock.advance()
         rows = replays.run()
@@ -86,7 +84,7 @@ def replayed(
         if rows is not None:
             rows(0)
         clock.next()
-    return told, memory, made
+    return told.details + told.errors, memory, made
 
 
 def test_what_fits_is_replayed_and_the_estimate_is_told():

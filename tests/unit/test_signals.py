@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from mxprobe.agent.parts.signals import NO_STEP, SignalTaps
+from mxprobe.agent.taps.signal_taps import NO_STEP, SignalTaps
 from mxprobe.agent.taps.splice import TapNotApplicableError, splice
 from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.agent.taps.values import scalar
@@ -386,7 +386,7 @@ def test_a_number_logged_to_two_loggers_in_turn_is_one_record(heard: Heard, run:
     assert [row["value"] for row in heard.rows if row["raw_key"] == "own"] == [1.0, 0.0, 1.0, 0.0]
     Run().log({"lr": 0.1}, 3)  # another step is another number
     assert heard.said[-1] == ("lr", 3, 0.1)
-    monkeypatch.setattr("mxprobe.agent.parts.signals.ECHO_NS", 0)
+    monkeypatch.setattr("mxprobe.agent.taps.signal_taps.ECHO_NS", 0)
     run.log({"lr": 0.1}, 3)
     assert heard.rows[-1]["source"].startswith("wandb")
 

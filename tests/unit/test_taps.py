@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mxprobe.agent.parts.signals import NO_STEP, SignalTaps
 from mxprobe.agent.taps import readers
+from mxprobe.agent.taps.signal_taps import NO_STEP, SignalTaps
 from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, FRAMEWORK_TAPS, LOGGER_TAPS, TAPS
 from mxprobe.metrics import ALIASES, LOGGERS, resolve
 from tests import standin_sinks

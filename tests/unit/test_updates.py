@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.agent.guard import Guard
-from mxprobe.agent.worker import Worker
+from mxprobe.agent.parts.versions import Versions
 from mxprobe.attribution.updates import update_ratios, update_visibility
 from mxprobe.attribution.words import update_words
 from mxprobe.measuring.versions.updates import near_boundary, update_row
-from mxprobe.measuring.versions.weight_history import copy_versions
-from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES
+from tests import part_context
 
 BLOCK = [6.0, *[1.0] * 31]  # s = 1
 
@@ -109,18 +107,23 @@ def test_oscillation_against_its_definition_in_float64():
     assert found["r_w"] == pytest.approx(float((q2 - q1).abs().sum() / (now.double() - before.double()).abs().sum()))
 
 
-def test_the_worker_writes_a_row_per_module_once_in_a_group_of_versions():
+def test_a_row_per_module_is_written_once_in_a_group_of_versions():
     tables: dict[str, list[dict[str, Any]]] = {}
-    recorder: Any = SimpleNamespace(add=lambda table, row: tables.setdefault(table, []).append(row), flush=lambda: None)
-    worker = Worker(AgentConfig(), recorder, Guard(1, lambda *_: None, lambda: None))
-    module = nn.Linear(64, 8)
+    context = part_context.told().context
+    modules = {"a": nn.Linear(64, 8)}
+    modules["b"] = modules["a"]
+    probes = {name: SimpleNamespace(name=name, module=module) for name, module in modules.items()}
+    versions = Versions(context, SimpleNamespace(probes=probes, linears=lambda: modules))  # type: ignore[arg-type]
     for step in (1, 2, 3, 4, 5, 9, 10, 11, 12):  # as around two probed steps
         with torch.no_grad():
-            module.weight.add_(0.05 * torch.randn(8, 64, generator=torch.Generator().manual_seed(step)))
-        copies = copy_versions(step, {"a": module, "b": module})
-        worker.put(lambda copies=copies: worker.keep_versions(copies))
-    assert worker.drain(60)
-    worker.stop(60)
+            modules["a"].weight.add_(0.05 * torch.randn(8, 64, generator=torch.Generator().manual_seed(step)))
+        context.clock.step, context.clock.keeps_versions = step, True
+        versions.begin()
+    add = lambda table, row: tables.setdefault(table, []).append(row)  # noqa: E731
+    context.recorder.add = add  # type: ignore[method-assign]
+    context.worker.start()
+    assert context.worker.drain(60)
+    context.worker.stop(60)
     assert set(tables) == {"updates", "weight_codes"}
     rows = tables["updates"]
     assert all(set(row) == {name for name, _ in TABLES["updates"]} for row in rows)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mxprobe.agent import session
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts import warm_up
 from mxprobe.agent.parts.warm_up import WarmUp
@@ -33,11 +32,12 @@ def waits(gate: threading.Event) -> None:
 def test_the_worker_is_busy_until_all_was_measured_once():
     told: list[tuple[str, str]] = []
     config = AgentConfig(whatifs=("of:0.5", "nvfp4"))
-    worker = Worker(config, Rows(), Guard(1, lambda *_: None, lambda: None))  # type: ignore[arg-type]
-    warming = WarmUp(lambda event: told.append((event.kind, event.words)))
+    worker = Worker(Rows(), Guard(1, lambda *_: None, lambda: None))  # type: ignore[arg-type]
+    worker.start()
+    warming = WarmUp(worker, config, lambda event: told.append((event.kind, event.words)))
     gate = threading.Event()
     worker.put(lambda: waits(gate))
-    warming.begin(worker, torch.device("cpu"), torch.bfloat16, config)
+    warming.compile_for(torch.device("cpu"), torch.bfloat16)
     assert warming.is_busy
     gate.set()
     assert worker.drain(60)
@@ -49,13 +49,11 @@ def test_the_worker_is_busy_until_all_was_measured_once():
 def test_no_step_is_probed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
     monkeypatch.setattr(warm_up, "measure_zeros", lambda *_: waits(gate))
-    installed = session.Session._install  # pyright: ignore[reportPrivateUsage]
 
-    def install(self: Any, roots: list[nn.Module]) -> None:
-        installed(self, roots)
-        self._warm_up.begin(self.worker, torch.device("cpu"), torch.float32, self._config)  # as on a GPU
+    def watch(self: WarmUp, roots: Sequence[nn.Module]) -> None:
+        self.compile_for(torch.device("cpu"), torch.float32)  # as on a GPU
 
-    monkeypatch.setattr(session.Session, "_install", install)
+    monkeypatch.setattr(WarmUp, "watch", watch)
     model = nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -6,18 +6,18 @@ waited for: tensors are copied on their device, in probed steps only, and read b
 
 from __future__ import annotations
 
-import os
-import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable
 
 import torch
+from torch import nn
 
-from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
+from mxprobe.agent.context import Context
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.taps.batches import BATCH_TAPS, copied
 from mxprobe.agent.taps.splices import Splices, wrapped
 from mxprobe.agent.taps.table import Tap
-from mxprobe.events import LOGPROBS, Event, Tell
+from mxprobe.events import LOGPROBS, Event
 from mxprobe.measuring.tokens.batch import Batch, BatchMeasurement
 
 MAX_SEQUENCES = 256
@@ -26,75 +26,70 @@ MAX_CALLS = 16
 """Of one step: microbatches."""
 
 
-class BatchTaps:
-    """`ensure_wrapped` and `arm` before a step, `finish` after it, `unwrap` at the end; nothing raises.
+class BatchTaps(Part):
+    """on_batch(batch) is called in every call of a watched step, before the framework's own function runs."""
 
-    on_batch(batch): called in every armed call, before the framework's own function runs.
-    """
+    name = "training batches"
+    roles = (TRAINER,)
 
     def __init__(
         self,
-        clock: Clock,
-        guard: Guard,
-        tell: Tell,
+        context: Context,
         on_batch: Callable[[Batch], None],
+        computed_in: Callable[[], torch.dtype | None],
         taps: tuple[Tap, ...] = BATCH_TAPS,
     ) -> None:
+        """`computed_in`: dtype of the model's last hidden states, which its log-probabilities have passed through."""
         self.armed = False
-        self._clock = clock
-        self._guard = guard
-        self._tell_event = tell
+        self._context = context
         self._on_batch = on_batch
+        self._computed_in = computed_in
+        self._tell = context.events.tell_once
         self._splices = Splices(
             taps,
             self._listen,
-            on_wrapped=lambda tap: self.tell(wrapped(tap, "training batch")),
-            on_refused=self.tell,
-            on_error=guard.swallow,
+            on_wrapped=lambda tap: self._tell(wrapped(tap, "training batch")),
+            on_refused=self._tell,
+            on_error=context.guard.swallow,
         )
-        self._pid = os.getpid()
-        self._told: list[Event] = []
         self._batches: dict[str, list[Batch]] = {}
 
-    def ensure_wrapped(self) -> None:
-        """Tap what has been imported by now; cheap enough for every step, and never waits."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
         self._splices.ensure_wrapped()
 
-    def unwrap(self) -> None:
-        """Give every function back."""
+    def remove(self) -> None:
         self.armed = False
         for event in self._splices.give_back():
-            self.tell(event)
+            self._tell(event)
 
-    def arm(self) -> None:
-        self._batches.clear()
-        self.armed = not self._splices.closed
+    def begin(self) -> None:
+        if self._context.clock.is_watched:
+            self._splices.ensure_wrapped()
+            self._batches.clear()
+            self.armed = not self._splices.closed
 
-    def finish(self, computed_in: torch.dtype | None) -> BatchMeasurement | None:
-        """What the step that is over has given; None if nothing. Of several sources, the one with most calls.
+    def finish(self) -> Iterable[Job]:
+        measured = self.collect()
+        if measured is None:
+            return ()
+        return [Job(lambda: measured.rows(self._tell), measured.device, [measured.ready], measured)]
 
-        computed_in: the dtype of the model's last hidden states, which its log-probabilities have passed through.
-        """
+    def collect(self) -> BatchMeasurement | None:
+        """Return what the step that is over has given, if anything. Of several sources, the one with most calls."""
         self.armed = False
         batches, self._batches = self._batches, {}
         if not batches:
             return None
         source = max(batches, key=lambda name: len(batches[name]))
-        return BatchMeasurement(source, batches[source], self._clock.step, computed_in)
+        return BatchMeasurement(source, batches[source], self._context.clock.step, self._computed_in())
 
     def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
-        """Always False: sinks that the function calls in turn are to be heard."""
-        if not self.armed or os.getpid() != self._pid or torch.compiler.is_compiling():
-            return False
-        started = time.perf_counter_ns()
-        try:
-            self._take(tap, tap.read(arguments))
-        except Exception as error:
-            self._guard.swallow(tap.source, error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
+        """Read a call; False, because sinks that the function calls in turn are to be heard."""
+        self._context.guard.hook(tap.source, self._take, when=lambda: self.armed)(tap, arguments)
         return False
 
-    def _take(self, tap: Tap, batch: Batch) -> None:
+    def _take(self, tap: Tap, arguments: dict[str, Any]) -> None:
+        batch: Batch = tap.read(arguments)
         if not torch.is_grad_enabled():
             return  # an evaluation
         self._on_batch(batch)
@@ -109,10 +104,4 @@ class BatchTaps:
             self._batches.setdefault(tap.source, []).append(kept)
 
     def _cannot(self, tap: Tap, state: str, why: str) -> None:
-        self.tell(Event(LOGPROBS, tap.source, state, text=f"{tap.source}: {why}"))
-
-    def tell(self, event: Event) -> None:
-        """Tell of an event once."""
-        if event not in self._told:
-            self._told.append(event)
-            self._tell_event(event)
+        self._tell(Event(LOGPROBS, tap.source, state, text=f"{tap.source}: {why}"))

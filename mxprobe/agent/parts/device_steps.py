@@ -10,16 +10,21 @@ Not verified on a GPU.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, Callable, NamedTuple
 
 import torch
+from torch import nn
+
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.part import Job, Part
+from mxprobe.events import Event
 
 KEPT = 256
 """Steps of each kind."""
 MAX_PENDING = 64
 """Boundaries that the device may be behind; beyond it the oldest are given up."""
-EVENT = "overhead"
 
 
 class StepTimes(NamedTuple):
@@ -30,19 +35,36 @@ class StepTimes(NamedTuple):
     n_unprobed: int
 
 
-class DeviceSteps:
-    """`mark` at each step boundary, in the training thread."""
+class DeviceSteps(Part):
+    name = "device steps"
 
-    def __init__(self, new_event: Callable[[], Any] | None) -> None:
-        """`new_event`: makes an event that has `record`, `query` and `elapsed_time`; None without a device."""
+    def __init__(
+        self, clock: Clock, tell: Callable[[str, str], None], new_event: Callable[[], Any] | None = None
+    ) -> None:
+        """`new_event`: makes an event that has `record`, `query` and `elapsed_time`; found by the model's device."""
+        self._clock = clock
+        self._tell = tell
         self._new_event = new_event
         self._pending: deque[tuple[Any, bool]] = deque()
         """(event at the end of a step, was it probed)."""
         self._ms: dict[bool, deque[float]] = {kind: deque(maxlen=KEPT) for kind in (True, False)}
 
-    @classmethod
-    def of(cls, device_type: str) -> DeviceSteps:
-        return cls(_new_cuda_event if device_type == "cuda" else None)
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        first = next((p for root in roots for p in root.parameters()), None)
+        if first is not None and first.is_cuda:
+            self._new_event = _new_cuda_event
+
+    def finish(self) -> Iterable[Job]:
+        self.mark(probed=self._clock.is_watched)
+        return ()
+
+    def remove(self) -> None:
+        words = self.words()
+        if words:
+            self._tell(Event("overhead", "", "step_times", text=words))
+
+    def status(self) -> dict[str, Any]:
+        return {"device_steps": self.words()}
 
     def mark(self, *, probed: bool) -> None:
         """The step that ends here was probed, or not."""

@@ -9,56 +9,107 @@ represented by its local shard. `BlackBox` keeps and judges the norms, in the wo
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Callable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
+from mxprobe.agent.context import Context
+from mxprobe.agent.guard import Guard, Hook
+from mxprobe.agent.part import TRAINER, Job, Part
+from mxprobe.events import Event
+from mxprobe.measuring.adapters.inventory import not_to_be_hooked
 from mxprobe.measuring.adapters.master import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
-from mxprobe.measuring.black_box import Norms
+from mxprobe.measuring.black_box import TABLE, BlackBox, Entry, Norms
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
+from mxprobe.schema import Row, TableRow
 
 
-class FlightTap:
-    """`watch` at attach, `finish` at each step boundary; in the training thread, like the hooks.
+class FlightRecorder(Part):
+    """Keeps and judges the norms of the last steps, and writes them down where a trigger falls."""
 
-    hand_over: takes the norms of a step; must not wait.
-    """
+    name = "flight recorder"
+    roles = (TRAINER,)
 
-    def __init__(self, clock: Clock, guard: Guard, hand_over: Callable[[Norms], None]) -> None:
-        self._clock = clock
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._taps = NormTaps(context.guard) if context.config.record else None
+        self._black_box = BlackBox(context.config.follow_steps)
+
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        if self._taps is not None:
+            self._taps.watch(roots, not_to_be_hooked(list(roots)))
+            self._hand_over(self._taps.take(step=0))  # of the step just observed, whose gradients are there
+
+    def finish(self) -> Iterable[Job]:
+        if self._taps is not None:
+            self._hand_over(self._taps.take(self._context.clock.step))
+        return ()
+
+    def remove(self) -> None:
+        if self._taps is not None:
+            self._taps.remove()
+
+    def ask(self, frame: Mapping[str, Any]) -> None:
+        """`trigger`: keep what is held, and go to full statistics."""
+        if frame["verb"] == "trigger":
+            reason, n_steps = str(frame.get("reason", "")), self._context.run.n_steps
+            self._context.worker.put(lambda: self._keep(*self._black_box.trigger(reason), n_steps))
+
+    def _hand_over(self, norms: Norms) -> None:
+        if norms.ready:
+            device, events = norms.ready[0][0], [event for _, event in norms.ready]
+            self._context.hand_over(Job(lambda: self._judge(norms), device, events, is_urgent=False))
+
+    def _judge(self, norms: Norms) -> Iterable[TableRow]:
+        """In the worker."""
+        entry = Entry.read(norms)
+        self._keep(*self._black_box.add(entry), entry.step)
+        return ()
+
+    def _keep(self, why: Event | None, rows: list[Row], step: int) -> None:
+        context = self._context
+        if why is not None:
+            context.schedule.demand(context.config.follow_steps)
+            context.events.write(why, step)
+        for row in rows:
+            context.recorder.add(TABLE, row)
+
+
+class NormTaps:
+    """The hooks: `watch` at attach, `take` at each step boundary, in the training thread."""
+
+    def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._hand_over = hand_over
+        self._handles: list[Any] = []
         self._inside: int | None = None
         """The thread whose training forward is under way."""
         self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._pid = os.getpid()
 
-    def watch(self, roots: Sequence[nn.Module], left_alone: set[int]) -> list[Any]:
-        """Handles of the hooks; `left_alone` are ids of modules that must not be hooked."""
+    def watch(self, roots: Sequence[nn.Module], left_alone: set[int]) -> None:
+        """Put the hooks in; `left_alone` are ids of modules that must not be hooked."""
         self._parameters = list(_named_parameters(roots))
-        leaves = [
-            (module, self._hook_of(name))
-            for name, module in named_modules(list(roots))
-            if id(module) not in left_alone and not any(True for _ in module.children())
-        ]
-        handles: list[Any] = [module.register_forward_hook(hook) for module, hook in leaves]
+        for name, module in named_modules(list(roots)):
+            if id(module) not in left_alone and not any(True for _ in module.children()):
+                self._handles.append(module.register_forward_hook(self._hook_of(name)))
         for root in roots:
-            handles.append(root.register_forward_pre_hook(self._on_enter))
-            handles.append(root.register_forward_hook(self._on_leave, always_call=True))
-        return handles
+            self._handles.append(root.register_forward_pre_hook(self._guard.hook("flight recorder", self._on_enter)))
+            on_leave = self._guard.hook("flight recorder", self._on_leave)
+            self._handles.append(root.register_forward_hook(on_leave, always_call=True))
 
-    def finish(self, step: int) -> None:
-        """The optimizer has stepped: take the gradients' norms and hand everything over."""
+    def remove(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            self._guard.attempt("removing hooks", handle.remove)
+
+    def take(self, step: int) -> Norms:
+        """The optimizer has stepped: return the norms of the step's outputs, and of the gradients that it used."""
         outputs, self._outputs, self._inside = self._outputs, {}, None
         gradients: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for name, parameter in self._parameters:
@@ -75,7 +126,7 @@ class FlightTap:
                 norms = torch.stack([norm for _, (norm, _) in items])
             found_outputs.append(([(name, n) for name, (_, n) in items], norms))
         ready = [(device, event_now(device)) for device in {*gradients, *by_device}]
-        self._hand_over(Norms(step, time.time_ns(), found_outputs, found_gradients, ready))
+        return Norms(step, time.time_ns(), found_outputs, found_gradients, ready)
 
     def _gradient_norms(
         self, device: torch.device, gradients: list[tuple[str, torch.Tensor]]
@@ -85,27 +136,20 @@ class FlightTap:
             return [(name, g.numel()) for name, g in gradients], torch.stack(norms)
 
     def _on_enter(self, root: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
+        if torch.is_grad_enabled() and not in_backward():
             self._inside = threading.get_ident()
 
     def _on_leave(self, root: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._inside = None
+        self._inside = None
 
-    def _hook_of(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or self._inside is None:
-                return
-            if self._inside != threading.get_ident() or os.getpid() != self._pid:
-                return
-            started = time.perf_counter_ns()
-            try:
-                self._take(name, output)
-            except Exception as error:
-                self._guard.swallow(f"flight recorder at {name}", error)
-            self._clock.hook_ns += time.perf_counter_ns() - started
+    def _hook_of(self, name: str) -> Hook:
+        def on_call(module: nn.Module, args: Any, output: Any) -> None:
+            self._take(name, output)
 
-        return hook
+        return self._guard.hook(f"flight recorder at {name}", on_call, when=self._is_inside)
+
+    def _is_inside(self) -> bool:
+        return self._inside is not None and self._inside == threading.get_ident()
 
     def _take(self, name: str, output: Any) -> None:
         y: Any = output[0] if isinstance(output, (tuple, list)) and output else output

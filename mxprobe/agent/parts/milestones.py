@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable
 
 from torch import nn
 from torch.optim import Optimizer
 
 from mxprobe.agent.guard import Guard
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
 from mxprobe.agent.taps.values import scalar
 from mxprobe.events import Event, Tell
 
 SAVED, LOADED, RESUME, LEARNING_RATE = "checkpoint_saved", "checkpoint_loaded", "resume", "learning_rate"
+_STATE_HOOKS = "_optimizer_load_state_dict_post_hooks"
 MOVED = 0.1
 """Relative change of a learning rate that is told: about 22 events while it falls to a tenth."""
 
@@ -77,12 +79,19 @@ TAPS: tuple[Tap, ...] = (
 )
 
 
-class Milestones:
-    """`watch` at attach, `finish` at each step boundary; calls are noted in whatever thread makes them."""
+class Milestones(Part):
+    """Calls are noted in whatever thread makes them."""
 
-    def __init__(self, guard: Guard, tell: Tell, taps: tuple[Tap, ...] = TAPS) -> None:
+    name = "milestones"
+    roles = (TRAINER,)
+
+    def __init__(
+        self, guard: Guard, tell: Tell, optimizer: Callable[[], Optimizer | None], taps: tuple[Tap, ...] = TAPS
+    ) -> None:
+        """`optimizer`: returns the one that trains the model, while it is alive."""
         self._guard = guard
         self._tell = tell
+        self._optimizer = optimizer
         self._splices = Splices(
             taps,
             self._listen,
@@ -90,36 +99,36 @@ class Milestones:
             on_refused=tell,
             on_error=guard.swallow,
         )
+        self._handles: list[Any] = []
         self._noted: dict[str, list[str]] = {}
         self._lock = threading.RLock()
-        self._pid = os.getpid()
         self._rates: list[float] = []
 
-    def watch(self, roots: Sequence[nn.Module], optimizer: Optimizer) -> list[Any]:
-        """Handles, each with a `remove`."""
-        self.ensure_wrapped()
-        handles: list[Any] = [self]
-        for root in roots:
-            handles.append(root.register_load_state_dict_post_hook(self._on_weights))
-        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper's class may not have called torch's
-            handles.append(optimizer.register_load_state_dict_post_hook(self._on_optimizer_state))
-        return handles
-
-    def ensure_wrapped(self) -> None:
-        """Tap what has been imported by now; cheap enough for every step, and never waits."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
         self._splices.ensure_wrapped()
+        on_weights = self._guard.hook("weights loaded", self._on_weights)
+        for root in roots:
+            self._handles.append(root.register_load_state_dict_post_hook(on_weights))
+        optimizer = self._optimizer()
+        if optimizer is not None and hasattr(optimizer, _STATE_HOOKS):  # a wrapper's class may not have called torch's
+            on_state = self._guard.hook("optimizer state loaded", self._on_optimizer_state)
+            self._handles.append(optimizer.register_load_state_dict_post_hook(on_state))
 
     def remove(self) -> None:
         """Give every function back, and tell what was noted since the last boundary."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            self._guard.attempt("removing hooks", handle.remove)
         self._splices.give_back()
         self._tell_noted()
 
-    def finish(self, optimizer: Optimizer | None) -> None:
-        """A step is over."""
-        self.ensure_wrapped()
+    def finish(self) -> Iterable[Job]:
+        self._splices.ensure_wrapped()
         self._tell_noted()
+        optimizer = self._optimizer()
         if optimizer is not None:
             self._look_at_rates([group.get("lr") for group in optimizer.param_groups])
+        return ()
 
     def _tell_noted(self) -> None:
         with self._lock:
@@ -140,29 +149,18 @@ class Milestones:
         self._tell(Event(LEARNING_RATE, "", "moved" if before else "first", {"rates": rates, "before": before}, words))
 
     def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
-        """Always False: metric sinks inside are to be heard. The outermost call comes first and names the event."""
-        if os.getpid() == self._pid:
-            try:
-                self._note(tap.framework, tap.read(arguments))
-            except Exception as error:
-                self._guard.swallow(tap.source, error)
+        """Note a call; False, because metric sinks inside are to be heard. The outermost call names the event."""
+        if not self._guard.is_forked:
+            self._guard.attempt(tap.source, lambda: self._note(tap.framework, tap.read(arguments)))
         return False
 
     def _note(self, kind: str, detail: str) -> None:
-        if os.getpid() != self._pid:
-            return
         with self._lock:
             self._noted.setdefault(kind, []).append(detail)
 
     def _on_weights(self, module: nn.Module, keys: Any) -> None:
-        try:
-            missing, unexpected = len(keys.missing_keys), len(keys.unexpected_keys)
-            self._note(LOADED, f"weights into {type(module).__name__}: {missing} missing, {unexpected} unexpected keys")
-        except Exception as error:
-            self._guard.swallow("weights loaded", error)
+        missing, unexpected = len(keys.missing_keys), len(keys.unexpected_keys)
+        self._note(LOADED, f"weights into {type(module).__name__}: {missing} missing, {unexpected} unexpected keys")
 
     def _on_optimizer_state(self, optimizer: Optimizer) -> None:
-        try:
-            self._note(RESUME, f"a state was loaded into {type(optimizer).__name__}")
-        except Exception as error:
-            self._guard.swallow("optimizer state loaded", error)
+        self._note(RESUME, f"a state was loaded into {type(optimizer).__name__}")

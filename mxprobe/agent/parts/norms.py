@@ -1,40 +1,41 @@
-"""Weights that are not the trainer's own while somebody computes with them: noise added between two steps.
+"""The weights of the norms in a probed step: those that the optimizer left, and those that each phase used.
 
-    eps = w_used - w_held      sigma = rms(eps) / rms(w_held)      evenness = tr(C)^2 / (n tr(C^2)),  C = eps eps^T
-
-w_held is what the optimizer left, w_used what a forward pass of the next step computes with. Independent noise has an
-evenness of 1 / (1 + n / K) for eps [n, K], so at least .5; a merged adapter of rank r at most r / n. Adaptive
-quantization noise goes on the weights of the norms (QeRL) or of the Linears (arXiv 2605.20402); a Linear behind a noisy
-norm shows nothing of it, which is why the norms are watched too.
+Adaptive quantization noise goes on the weights of the norms (QeRL) or of the Linears (arXiv 2605.20402). A Linear
+behind a noisy norm shows nothing of it, so the norms are watched too.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from mxprobe.agent.guard import Guard
+from mxprobe.agent.clock import Clock
+from mxprobe.agent.event_log import EventLog
+from mxprobe.agent.guard import Guard, Hook
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.measuring.adapters.inventory import not_to_be_hooked
 from mxprobe.measuring.adapters.module_names import named_modules
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.measuring.versions.weight_noise import NormWeights
-from mxprobe.schema import Phase
+from mxprobe.measuring.versions.weight_noise import NoiseState, NormWeights
+from mxprobe.schema import Phase, TableRow
 
 
-class NormWatch:
-    """Copies the weights of norms in a probed step. `arm` and `finish` between steps, in the training thread."""
+class Norms(Part):
+    name = "norms"
+    roles = (TRAINER,)
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, clock: Clock, guard: Guard, events: EventLog) -> None:
+        self._clock = clock
         self._guard = guard
+        self._events = events
+        self._noise = NoiseState()
         self._norms: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._handles: list[Any] = []
-        self._pid = os.getpid()
         self._forget()
 
     def _forget(self) -> None:
@@ -42,22 +43,22 @@ class NormWatch:
         self._used: dict[str, dict[str, torch.Tensor]] = {}
         self._pending: dict[str, torch.Tensor] = {}
 
-    def watch(self, roots: Sequence[nn.Module]) -> list[Any]:
-        """Find the norms; returns handles, each with a `remove`."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
         barred = not_to_be_hooked(list(roots))
         for name, module in named_modules(list(roots)):
             if "norm" in type(module).__name__.lower() and id(module) not in barred and _weight(module) is not None:
                 self._norms.append((name, weakref.ref(module)))
-        return [self]
 
     def remove(self) -> None:
-        for handle in self._handles:
+        handles, self._handles = self._handles, []
+        for handle in handles:
             handle.remove()
-        self._handles = []
 
-    def arm(self) -> None:
+    def begin(self) -> None:
         self.remove()
         self._forget()
+        if not self._clock.is_watched:
+            return
         for name, reference in self._norms:
             module = reference()
             weight = _weight(module) if module is not None else None
@@ -67,29 +68,32 @@ class NormWatch:
                 self._held[name] = weight.detach().clone()
             self._handles.append(module.register_forward_hook(self._hook_of(name)))
 
-    def finish(self) -> NormWeights | None:
-        """What the step that is over has shown; None if nothing was armed or called."""
+    def finish(self) -> Iterable[Job]:
         self.remove()
         for name, weight in self._pending.items():
             self._note(Phase.EVAL, name, weight)
-        held, used = self._held, self._used
+        held, used, step = self._held, self._used, self._clock.step
         self._forget()
         if not used:
-            return None
+            return ()
         device = next(iter(held.values())).device
-        return NormWeights(held, used, device, event_now(device))
+        weights = NormWeights(held, used)
+        return [Job(lambda: self._tell(weights, step), device, [event_now(device)], weights)]
 
-    def _hook_of(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or os.getpid() != self._pid:
-                return
-            try:
-                if args and is_plain(args[0]) and not is_off_limits(args[0]) and not in_backward():
-                    self._on_call(name, module, args[0])
-            except Exception as error:
-                self._guard.swallow(f"weights of {name}", error)
+    def _tell(self, weights: NormWeights, step: int) -> Iterable[TableRow]:
+        """In the worker."""
+        for phase, found in weights.changes().items():
+            event = self._noise.of_norms(phase, found)
+            if event is not None:
+                self._events.write(event, step)
+        return ()
 
-        return hook
+    def _hook_of(self, name: str) -> Hook:
+        def on_call(module: nn.Module, args: Any, output: Any) -> None:
+            if args and is_plain(args[0]) and not is_off_limits(args[0]) and not in_backward():
+                self._on_call(name, module, args[0])
+
+        return self._guard.hook(f"weights of {name}", on_call)
 
     def _on_call(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
         """Without gradient: one token is a generation's decode step, and what came before it was its prefill; several

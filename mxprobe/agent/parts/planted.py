@@ -7,10 +7,8 @@ where it would be computed once more for that. A module that the compiler left o
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Callable
 
@@ -19,6 +17,7 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
+from mxprobe.agent.part import Job, Part
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.events import Event
 from mxprobe.measuring.adapters.adapter import Reading, held
@@ -34,61 +33,63 @@ CHECKPOINTED = f"{NOTE}, which does not show the output of a checkpointed region
 Receive = Callable[[torch.Tensor], None]
 
 
-class PlantedOps:
-    """`look` once the model is known; `arm` before a probed step and `leave` after it, in the training thread."""
+class PlantedOps(Part):
+    """`on_operands(x, w, y, ticket)` and `on_gradient(g, ticket)` are called by the operators, in the threads that run
+    the graphs.
+    """
 
-    def __init__(self, clock: Clock, guard: Guard, tell: Callable[[str, str], None]) -> None:
+    name = "planted operators"
+
+    def __init__(
+        self,
+        clock: Clock,
+        guard: Guard,
+        tell: Callable[[str, str], None],
+        probes: Callable[[], Iterable[ModuleProbe]],
+    ) -> None:
         self.is_on = False
         """Operators are listened to in probed steps."""
         self._clock = clock
-        self._guard = guard
         self._tell = tell
-        self._pid = os.getpid()
+        self._all_probes = probes
         self._planting = sys.modules.get(PLANTING)
         self._probes: list[ModuleProbe] = []
         self._by_address: dict[int, ModuleProbe] = {}
         self._waiting: dict[int, tuple[torch.Tensor, Receive]] = {}
         """Address of a ticket -> the ticket, which must not be freed while it is waited for, and what takes G."""
+        self.on_operands = guard.hook("planted operator", self._on_operands)
+        self.on_gradient = guard.hook("planted operator's gradient", self._on_gradient)
 
-    def look(self, probes: Iterable[ModuleProbe]) -> None:
-        """Of those whose class computes as `nn.Linear` does; nothing where nothing can have been compiled."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        """Listen for modules whose class computes as `nn.Linear` does, where anything can have been compiled."""
         if self._planting is None or "torch._dynamo" not in sys.modules:
             return
-        self._probes = [p for p in probes if p.trains and type(p.module).forward is nn.Linear.forward]
+        self._probes = [p for p in self._all_probes() if p.trains and type(p.module).forward is nn.Linear.forward]
         self.is_on = bool(self._probes)
         if self.is_on:
             self._tell(Event(EVENT, "", "on", text=NOT_BIT_EXACT))
 
-    def arm(self) -> None:
-        if self.is_on and self._planting is not None:
+    def begin(self) -> None:
+        if self._clock.probed and self.is_on and self._planting is not None:
             self._by_address = _addresses(self._probes)
             self._planting.__dict__["observer"] = self
 
-    def leave(self) -> None:
-        """Also from our own thread, when the hooks go."""
+    def finish(self) -> Iterable[Job]:
+        self.remove()
+        return ()
+
+    def remove(self) -> None:
         if self._planting is not None and self._planting.__dict__.get("observer") is self:
             self._planting.__dict__["observer"] = None
         self._waiting = {}
 
-    # Called by the operators, in the threads that run the graphs.
+    def status(self) -> dict[str, Any]:
+        return {"planted_probes": self.is_on}
 
-    def on_operands(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor | None, ticket: torch.Tensor) -> None:
-        if os.getpid() != self._pid:
-            return
-        started = time.perf_counter_ns()
-        try:
-            self._on_operands(x, w, y, ticket)
-        except Exception as error:
-            self._guard.swallow("planted operator", error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
-
-    def on_gradient(self, g: torch.Tensor, ticket: torch.Tensor) -> None:
-        try:
-            _, receive = self._waiting.pop(ticket.data_ptr(), (None, None))
-            if receive is not None:
-                receive(g)
-        except Exception as error:
-            self._guard.swallow("planted operator's gradient", error)
+    def _on_gradient(self, g: torch.Tensor, ticket: torch.Tensor) -> None:
+        _, receive = self._waiting.pop(ticket.data_ptr(), (None, None))
+        if receive is not None:
+            receive(g)
 
     def _on_operands(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor | None, ticket: torch.Tensor) -> None:
         if _comes_again():

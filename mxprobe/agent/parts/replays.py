@@ -7,19 +7,19 @@ kind `sensitivity` says why.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable
 
 import torch
 from torch import nn
 
-from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
-from mxprobe.agent.memory import DeviceMemory, megabytes
+from mxprobe.agent.context import Context
+from mxprobe.agent.guard import Hook
+from mxprobe.agent.memory import megabytes
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.replay_allowance import Allowance, Plan, shapes_of
-from mxprobe.events import Event, Tell
+from mxprobe.events import Event
 from mxprobe.measuring.adapters.structure import is_router
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.isolation import in_backward, undisturbed
@@ -31,7 +31,6 @@ from mxprobe.measuring.replay.policy import TOKEN_ARGUMENT, PolicyGradient, Poli
 from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, DEVICE_MAX_ROWS, Sensitivity, measure_sensitivity
 from mxprobe.measuring.replay.sharded import NotWholeError, is_sharded
 from mxprobe.measuring.sampling import seed_of
-from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TableRow
 
 EVENT = "sensitivity"
@@ -48,24 +47,19 @@ Rows = Callable[[], "list[TableRow]"]
 """Steps before attach -> (table, row); waits for the device, so the worker calls it."""
 
 
-class Replays:
-    """`watch` at attach, `plan` before each step, `run` after it; all in the training thread, like the hooks."""
+class Replays(Part):
+    name = "replays"
+    roles = (TRAINER,)
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        clock: Clock,
-        guard: Guard,
-        tell: Tell,
-        memory: DeviceMemory | None = None,
-        is_busy: Callable[[], bool] = bool,
-    ) -> None:
-        """`memory`: what a replay may hold; `is_busy`: copies of a probed step are held that are not measured yet."""
-        self._allowance = Allowance(memory or DeviceMemory(0, tell), is_busy, self._tell)
+    def __init__(self, context: Context, linears: Callable[[], Mapping[str, nn.Linear]]) -> None:
+        """`linears`: returns the modules that are probed and can be computed again, by name."""
+        config = context.config
+        self._context = context
         self._config = config
-        self._clock = clock
-        self._guard = guard
-        self._tell_event = tell
+        self._clock = context.clock
+        self._linears = linears
+        self._allowance = Allowance(context.memory, lambda: context.worker.backlog > 0, self._tell)
+        self._handles: list[Any] = []
         self._modules: dict[str, nn.Linear] = {}
         self._remaining: set[str] = set()
         """Modules whose turn has not come in this round: those that fit into one replay are measured at a time."""
@@ -74,7 +68,6 @@ class Replays:
         self._given_up = False
         self._unsuited: set[int] = set()
         self._told: set[tuple[str, str, int]] = set()
-        self._pid = os.getpid()
         self.forget()
 
     @property
@@ -89,22 +82,43 @@ class Replays:
         self._policy_shape: tuple[int, ...] = ()
         self._micro_step = 0
 
-    def watch(self, roots: Sequence[nn.Module], modules: Mapping[str, nn.Linear]) -> list[Any]:
-        """Handles of the hooks on the roots; none where nothing is asked for."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
         if not self.is_on:
-            return []
-        self._modules = dict(modules)
+            return
+        self._modules = dict(self._linears())
         inner = [module for root in roots for module in root.modules() if module is not root]
         sharded = [module for module in inner if is_sharded(module)]  # may fail, unlike what follows
-        handles: list[Any] = [module.register_forward_pre_hook(self._on_gathered) for module in sharded]
+        on_gathered = self._hook(
+            "copying gathered parameters", self._on_gathered, when=lambda: self._entered is not None
+        )
+        on_enter = self._hook(
+            "capturing a call", self._on_enter, when=lambda: self._call is None and bool(self._wanted)
+        )
+        on_leave = self._hook("reading a policy", self._on_leave, when=lambda: self._entered is not None)
+        self._handles += [module.register_forward_pre_hook(on_gathered) for module in sharded]
         for root in roots:
-            handles.append(root.register_forward_pre_hook(self._on_enter, with_kwargs=True))
-            handles.append(root.register_forward_hook(self._on_leave))
-        return handles
+            self._handles.append(root.register_forward_pre_hook(on_enter, with_kwargs=True))
+            self._handles.append(root.register_forward_hook(on_leave))
 
-    def plan(self, *, affordable: bool = True) -> None:
-        """Decide what the step `clock.step` is for. What was due and could not be had, or afforded, stays due."""
-        if not affordable:
+    def _hook(self, where: str, act: Callable[..., None], when: Callable[[], bool] | None = None) -> Hook:
+        """Return a hook after whose failure nothing is replayed any more."""
+        return self._context.guard.hook(where, act, when=when, then=lambda error: self._give_up(_failed(where, error)))
+
+    def _is_wanted(self) -> bool:
+        return bool(self._wanted) and self._call is None
+
+    def _is_inside(self) -> bool:
+        """A call that is captured is under way."""
+        return self._entered is not None
+
+    def remove(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            self._context.guard.attempt("removing hooks", handle.remove)
+
+    def begin(self) -> None:
+        """Decide what the step is for. What was due and could not be had, or afforded, stays due."""
+        if not self._clock.is_affordable:
             return
         every = {"sensitivity": self._config.sensitivity_every, "replays": self._config.replay_every}
         for what, n in every.items():
@@ -112,33 +126,21 @@ class Replays:
                 self._wanted.add(what)
 
     def _on_enter(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if torch.compiler.is_compiling() or not self._wanted or self._call is not None:
-            return
         if kwargs is None:  # taken out by another hook of the same call
             return
-        if id(root) in self._unsuited or not torch.is_grad_enabled() or in_backward() or os.getpid() != self._pid:
+        if id(root) in self._unsuited or not torch.is_grad_enabled() or in_backward():
             return
-        started = time.perf_counter_ns()
         try:
             self._entered = capture(root, args, kwargs) if self._modules else None
             self._micro_step = max(self._clock.micro_step, 0)
             self._copy_gathered(root)
         except NotReplayableError as error:
             self._give_up(str(error))
-        except Exception as error:
-            self._fail("capturing a call", error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
 
     def _on_gathered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """FSDP has just put this module's parameters together."""
-        if torch.compiler.is_compiling() or self._entered is None or in_backward():
-            return
-        started = time.perf_counter_ns()
-        try:
+        if not in_backward():
             self._copy_gathered(module)
-        except Exception as error:
-            self._fail("copying gathered parameters", error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
 
     def _copy_gathered(self, module: nn.Module) -> None:
         if self._entered is None or self._entered.whole is None:
@@ -150,21 +152,16 @@ class Replays:
 
     def _on_leave(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call, self._entered = self._entered, None
-        if torch.compiler.is_compiling() or call is None:
+        if call is None:
             return
-        started = time.perf_counter_ns()
-        try:
-            policy = find_policy(output)
-            if policy is None:
-                self._unsuited.add(id(root))
-                name = type(root).__name__
-                self._tell("no_policy", f"{name} returns neither logits [B, T, V] nor log-probabilities: skipped", name)
-            else:
-                self._call, self._policy_shape = call, tuple(policy.tensor.shape)
-                self._watch_gradient(policy)
-        except Exception as error:
-            self._fail("reading a policy", error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
+        policy = find_policy(output)
+        if policy is None:
+            self._unsuited.add(id(root))
+            name = type(root).__name__
+            self._tell("no_policy", f"{name} returns neither logits [B, T, V] nor log-probabilities: skipped", name)
+        else:
+            self._call, self._policy_shape = call, tuple(policy.tensor.shape)
+            self._watch_gradient(policy)
 
     def _watch_gradient(self, policy: PolicyOutput) -> None:
         """The positions that the loss reads are those that get a gradient; for arms the gradient itself is kept."""
@@ -174,30 +171,29 @@ class Replays:
         def watch(name: str, output: torch.Tensor) -> None:
             fits = output.numel() * output.element_size() <= MAX_GRADIENT_BYTES
 
-            def hook(gradient: torch.Tensor) -> None:
+            def on_gradient(gradient: torch.Tensor) -> None:
                 if self._call is not call or name in self._at_policy:
                     return
-                started = time.perf_counter_ns()
-                try:
-                    with undisturbed(gradient.device.type):
-                        if name == "tensor" and not known and self._mask is None:
-                            mask = gradient != 0
-                            self._mask = mask if mask.dim() == 2 else mask.any(-1)
-                        if keeps and fits:
-                            self._at_policy[name] = gradient.detach().clone()
-                except Exception as error:
-                    self._fail("reading a gradient", error)
-                self._clock.hook_ns += time.perf_counter_ns() - started
+                with undisturbed(gradient.device.type):
+                    if name == "tensor" and not known and self._mask is None:
+                        mask = gradient != 0
+                        self._mask = mask if mask.dim() == 2 else mask.any(-1)
+                    if keeps and fits:
+                        self._at_policy[name] = gradient.detach().clone()
 
-            output.register_hook(hook)
+            output.register_hook(self._hook("reading a gradient", on_gradient))
 
         if policy.tensor.requires_grad and (keeps or not known):
             watch("tensor", policy.tensor)
         if keeps and policy.entropy is not None and policy.entropy.requires_grad:
             watch("entropy", policy.entropy)
 
+    def finish(self) -> Iterable[Job]:
+        rows = None if self._clock.is_last else self.run()
+        return () if rows is None else [Job(rows)]
+
     def run(self) -> Rows | None:
-        """The step is over: replay what was captured. Returns what makes the rows, or None if there are none."""
+        """Replay what was captured. Returns what makes the rows, or None if there are none."""
         call, mask, micro_step, policy_shape = self._call, self._mask, self._micro_step, self._policy_shape
         gradient = PolicyGradient(self._at_policy.get("tensor"), self._at_policy.get("entropy"))
         self.forget()
@@ -220,7 +216,8 @@ class Replays:
             self._give_up(str(error))
             return None
         except Exception as error:
-            self._fail("replaying a call", error)
+            reason = _failed("replaying a call", error)
+            self._context.guard.swallow("replaying a call", error, lambda: self._give_up(reason))
             return None
         spent_ms = (time.perf_counter_ns() - started) / 1e6
         held = megabytes(max(plan.needs[what] for what in plan.runs))
@@ -372,16 +369,17 @@ class Replays:
         self.forget()
         self._tell("no_replay", f"no replay: {reason}")
 
-    def _fail(self, where: str, error: Exception) -> None:
-        reason = f"{where} failed ({type(error).__name__})"
-        self._guard.swallow(where, error, lambda: self._give_up(reason))
-
     def _tell(self, state: str, words: str, subject: str = "", n_modules: int = 0) -> None:
         """Tell of a state of a subject once, with the words of its first time."""
         about = (state, subject, n_modules)
         if about not in self._told:
             self._told.add(about)
-            self._tell_event(Event(EVENT, subject, state, {"n_modules": n_modules} if n_modules else {}, words))
+            data = {"n_modules": n_modules} if n_modules else {}
+            self._context.events.tell(Event(EVENT, subject, state, data, words))
+
+
+def _failed(where: str, error: Exception) -> str:
+    return f"{where} failed ({type(error).__name__})"
 
 
 def _times_the_rows(call: Call) -> float:

@@ -7,17 +7,17 @@ sequences in a training batch of the same optimizer step, each in a row of its o
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable
 
 import torch
 from torch import nn
 
-from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
+from mxprobe.agent.context import Context
+from mxprobe.agent.guard import Hook
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
 from mxprobe.events import LOGPROBS, Event, Tell
@@ -97,15 +97,15 @@ class Measurement:
         return rows
 
 
-class RolloutTap:
-    """`watch` at attach, `arm` before a probed step, `finish` after it; all in the training thread, like the hooks."""
+class Rollouts(Part):
+    name = "log-probabilities"
+    roles = (TRAINER,)
 
-    def __init__(self, clock: Clock, guard: Guard, tell: Tell) -> None:
+    def __init__(self, context: Context) -> None:
         self.armed = False
-        self._clock = clock
-        self._guard = guard
-        self._tell_event = tell
-        self._told: list[Event] = []
+        self._context = context
+        self._tell = context.events.tell_once
+        self._handles: list[Any] = []
         self._lm_head: nn.Linear | None = None
         self._given_up = False
         self._head_is_called = False
@@ -116,7 +116,6 @@ class RolloutTap:
         """Dtype of the last hidden states in training, once seen."""
         self._streams = StreamTap()
         self._routing = RoutingTap()
-        self._pid = os.getpid()
         self.forget()
 
     def forget(self) -> None:
@@ -136,25 +135,31 @@ class RolloutTap:
         self._advantage: torch.Tensor | None = None
         """[B] of the forward under way."""
 
-    def watch(self, roots: Sequence[nn.Module]) -> list[Any]:
-        """Handles of the hooks; none where the model has no head that could be listened to."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        """Listen to the model's head; where it has none that could be listened to, an event says so."""
         head = find_head(roots)
         if isinstance(head, str):
             self._give_up(head)
-            return []
+            return
         self._lm_head = head.lm_head  # not its owner, which may be the whole model
         self._streams.watch(roots, self._guarded)
         self._routing.watch(roots, self._guarded)
-        return [
-            self._streams,
-            self._routing,
-            head.embedding.register_forward_hook(self._guarded(self._on_embedding)),
-            head.norm.register_forward_hook(self._guarded(self._on_norm)),
-            head.lm_head.register_forward_hook(self._guarded(self._on_lm_head)),
-            head.owner.register_forward_hook(self._guarded(self._on_owner)),
-        ]
+        for module, on_call in (
+            (head.embedding, self._on_embedding),
+            (head.norm, self._on_norm),
+            (head.lm_head, self._on_lm_head),
+            (head.owner, self._on_owner),
+        ):
+            self._handles.append(module.register_forward_hook(self._guarded(on_call)))
 
-    def arm(self) -> None:
+    def remove(self) -> None:
+        handles, self._handles = self._handles, []
+        for each in (*handles, self._streams, self._routing):
+            self._context.guard.attempt("removing hooks", each.remove)
+
+    def begin(self) -> None:
+        if not self._context.clock.is_watched:
+            return
         self.forget()
         self.armed = self._lm_head is not None and not self._given_up
         if self.armed:
@@ -176,20 +181,26 @@ class RolloutTap:
         self._advantages = held[n:]
         return held[:n]
 
-    def finish(self) -> Measurement | None:
-        """What the step that is over has given; None if nothing."""
+    def finish(self) -> Iterable[Job]:
+        measured = self.collect()
+        if measured is None:
+            return ()
+        return [Job(lambda: measured.rows(self._tell), measured.device, [measured.ready], measured)]
+
+    def collect(self) -> Measurement | None:
+        """Return what the step that is over has given; None if nothing."""
         self._streams.remove()
         self._routing.remove()
         if not self.armed:
             return None
         self.armed = False
-        generation, scored, step = self._generation, self._scored, self._clock.step
+        generation, scored, step = self._generation, self._scored, self._context.clock.step
         streams, flips = self._streams.finish(), self._routing.finish()
         self.forget()
         if generation is None or self._given_up:
             return None
         if not scored:
-            self.tell(_not_measured(self._why_not_scored))
+            self._tell(_not_measured(self._why_not_scored))
             return None
         return Measurement(generation, scored, step, streams, flips)
 
@@ -199,20 +210,17 @@ class RolloutTap:
             return "training does not call the lm_head, and its input is not the output of the last norm"
         return "no training forward was seen after the generation, in the same step"
 
-    def _guarded(self, on_call: Callable[[Any, Any], None]) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or not self.armed or os.getpid() != self._pid:
-                return
-            started = time.perf_counter_ns()
-            try:
-                if not in_backward():
-                    on_call(args[0] if args else None, output)
-            except Exception as error:
-                reason = f"listening failed ({type(error).__name__})"
-                self._guard.swallow("log-probabilities", error, lambda: self._give_up(reason))
-            self._clock.hook_ns += time.perf_counter_ns() - started
+    def _guarded(self, on_call: Callable[[Any, Any], None]) -> Hook:
+        """Return a hook of `on_call(input, output)`; after a failure nothing more is listened to."""
 
-        return hook
+        def act(module: nn.Module, args: Any, output: Any) -> None:
+            if not in_backward():
+                on_call(args[0] if args else None, output)
+
+        return self._context.guard.hook("log-probabilities", act, when=lambda: self.armed, then=self._fail)
+
+    def _fail(self, error: Exception) -> None:
+        self._give_up(f"listening failed ({type(error).__name__})")
 
     def _on_embedding(self, ids: Any, output: Any) -> None:
         if not is_plain(ids) or ids.dim() != 2 or is_off_limits(ids):
@@ -246,7 +254,7 @@ class RolloutTap:
         if isinstance(sampling, str):
             return None
         with undisturbed(ids.device.type):
-            return Generation(ids.detach(), sampling, seed=seed_of(self._clock.step, "generation"))
+            return Generation(ids.detach(), sampling, seed=seed_of(self._context.clock.step, "generation"))
 
     def _on_decode(self, ids: torch.Tensor) -> None:
         prefill, self._prefill = self._prefill, None
@@ -327,13 +335,7 @@ class RolloutTap:
         self._given_up = True
         self.armed = False
         self.forget()
-        self.tell(_not_measured(reason))
-
-    def tell(self, event: Event) -> None:
-        """Tell of an event once."""
-        if event not in self._told:
-            self._told.append(event)
-            self._tell_event(event)
+        self._tell(_not_measured(reason))
 
 
 def _not_measured(why: str) -> Event:

@@ -14,10 +14,13 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple
 
 from torch import nn
 
+from mxprobe.agent.context import Context
+from mxprobe.agent.part import Part
 from mxprobe.agent.stepping import between_steps
 from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.inventory import has_fused_path, is_compiled
@@ -31,6 +34,50 @@ class Request(NamedTuple):
     line: str
     at_step: int
     """Completed optimizer steps at which to switch; 0: at the next boundary."""
+
+
+class Recipes(Part):
+    """The recipes that the run is emulated under: what they are, and their change at the user's command."""
+
+    name = "recipes"
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._switch = RecipeSwitch(self._answer, context.events.tell)
+
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        self._switch.look(list(roots))
+
+    def ask(self, frame: Mapping[str, Any]) -> None:
+        if frame["verb"] == "set":
+            run, at_step = self._context.run, frame.get("at_step")
+            request = Request(frame.get("id", 0), str(frame.get("recipe")), at_step if isinstance(at_step, int) else 0)
+            self._switch.ask(request, step=self._n_completed, is_trainer=run.is_trainer)
+
+    def boundary(self) -> None:
+        if self._context.run.is_trainer:
+            self._switch.at_boundary(self._context.run.roots(), self._n_completed)
+
+    def remove(self) -> None:
+        self._switch.leave(self._context.run.why_left)
+
+    def close(self) -> None:
+        self._switch.close()
+
+    def status(self) -> dict[str, Any]:
+        return {"recipes": self._switch.recipes}
+
+    @property
+    def _n_completed(self) -> int:
+        """Optimizer steps of the run, those before attach included."""
+        return self._context.recorder.step_base + self._context.run.n_steps
+
+    def _answer(self, answer: Answer) -> None:
+        def tell() -> None:
+            self._context.recorder.flush()
+            self._context.transport.control({"verb": "set", **answer})
+
+        self._context.worker.put(tell)
 
 
 class RecipeSwitch:
@@ -79,11 +126,9 @@ class RecipeSwitch:
                 self._answer({"id": request.id, "ok": True, "step": step, "models": models})
         self._note(_active())
 
-    def look(self, roots: list[nn.Module]) -> list[str]:
-        """Find the emulations that modules of the roots are under; what is new becomes an event. Their summaries."""
-        found = emulations_of(roots)
-        self._note(found)
-        return [_summary(emulation) for emulation in found]
+    def look(self, roots: list[nn.Module]) -> None:
+        """Find the emulations that modules of the roots are under; what is new becomes an event."""
+        self._note(emulations_of(roots))
 
     @property
     def recipes(self) -> list[str]:

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from mxprobe.agent.guard import Guard
+from mxprobe.agent.context import Context
+from mxprobe.agent.part import ROLLOUT, Job, Part
 from mxprobe.agent.taps.splices import Splices
 from mxprobe.agent.taps.table import Tap
-from mxprobe.events import WEIGHT_SYNC, Event, Tell
+from mxprobe.events import WEIGHT_SYNC, Event
 from mxprobe.measuring.engines.fingerprints import engine_rows, hashed_of, not_comparable_row
 from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, weights_of
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.schema import Row
+from mxprobe.schema import WEIGHT_CODES, TableRow
 
 LOAD = "load_weights"
 PROCESS = "process_weights_after_loading"
@@ -55,19 +56,23 @@ class Held:
         self._taken = taken
         self._left_out = left_out
 
-    def rows(self, step: int) -> list[Row]:
+    def rows(self, step: int) -> list[TableRow]:
         found = [row for each in self._taken for row in engine_rows(*each, step=step)]
-        return found + [not_comparable_row(*each, step=step) for each in self._left_out]
+        found += [not_comparable_row(*each, step=step) for each in self._left_out]
+        return [(WEIGHT_CODES, row) for row in found]
 
 
-class WeightSync:
-    """`watch` at attach; `take` at the end of a pass: in the thread that serves."""
+class WeightSync(Part):
+    """`take` reads what is held, at the end of a pass, in the thread that serves."""
 
-    def __init__(self, guard: Guard, tell: Tell) -> None:
+    name = "weights of the engine"
+    roles = (ROLLOUT,)
+
+    def __init__(self, context: Context) -> None:
         self.is_due = True
         """New weights have come, or it is the first pass."""
-        self._guard = guard
-        self._tell = tell
+        self._context = context
+        self._tell = context.events.tell
         self._calls: Counter[str] = Counter()
         self._turn = 0
         """Weights read in this round."""
@@ -89,17 +94,27 @@ class WeightSync:
             self._on_load,
             on_wrapped=lambda tap: None,
             on_refused=self._tell,
-            on_error=self._guard.swallow,
+            on_error=self._context.guard.swallow,
         )
         self._splices.ensure_wrapped()
 
     def _on_load(self, tap: Tap, arguments: dict[str, Any]) -> bool:
-        try:
-            self.is_due = self._is_new = True
-            self._calls[tap.function] += 1
-        except Exception as error:
-            self._guard.swallow(tap.source, error)
+        """Note that weights have come; False, because the functions inside are to be heard."""
+        self._context.guard.attempt(tap.source, lambda: self._note(tap.function))
         return False
+
+    def _note(self, function: str) -> None:
+        self.is_due = self._is_new = True
+        self._calls[function] += 1
+
+    def finish(self) -> Iterable[Job]:
+        if not self.is_due and not self._context.clock.probed:
+            return ()
+        held = self.take(self._context.run.roots(), self._context.memory.reserve)
+        if held is None:
+            return ()
+        step = self._context.clock.step
+        return [Job(lambda: held.rows(step), held.device, [held.ready], held)]
 
     def take(self, roots: Sequence[nn.Module], max_bytes: int = PASS_BYTES) -> Held | None:
         """Copies of what is held; None where there is nothing to compare."""

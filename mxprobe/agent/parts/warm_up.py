@@ -8,12 +8,15 @@ process has a choice of its own. An agent that travelled has no kernels for Trit
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Callable
 
 import torch
+from torch import nn
 
+from mxprobe.agent.part import Part
+from mxprobe.agent.worker import Worker
 from mxprobe.events import Event
 from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
 from mxprobe.protocol import AgentConfig
@@ -27,37 +30,45 @@ VOCABULARIES = (4096, 4097)
 """Kernels are compiled for widths that are multiples of 16, and for others; in chunks of 2,048."""
 
 
-class WarmUp:
-    """`begin` in the training thread; the job is the worker's."""
+class WarmUp(Part):
+    name = "kernels"
 
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
-        self.is_busy = False
-        """Steps are not to be probed yet."""
+    def __init__(self, worker: Worker, config: AgentConfig, tell: Callable[[str, str], None]) -> None:
         self.took_ms: float | None = None
         """None where nothing is compiled, or is not yet."""
         self.where = ""
         """Directory of what Triton compiled; "" where it is the process's own, or nothing was."""
+        self._worker = worker
+        self._config = config
         self._tell = tell
 
-    def begin(self, worker: Any, device: torch.device, dtype: torch.dtype, config: AgentConfig) -> None:
-        """Where kernels are compiled: on a GPU. `worker`: the session's."""
+    def watch(self, roots: Sequence[nn.Module]) -> None:
+        first = next((p for root in roots for p in root.parameters()), None)
+        if first is not None and first.is_cuda:
+            self.compile_for(first.device, first.dtype)
+
+    def compile_for(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Have the worker compile what the model's operands, of that dtype and on that device, will need."""
         self.is_busy = True
 
         def work() -> None:
             with kept_locally() as self.where:
-                measure_zeros(device, dtype, config)
+                measure_zeros(device, dtype, self._config)
                 score_zeros(device, dtype)
 
         def job() -> None:
             started = time.perf_counter()
             try:
-                worker.aside(device, [], work)
+                self._worker.aside(device, [], work)
             finally:
                 self.took_ms = (time.perf_counter() - started) * 1e3
                 self.is_busy = False
             self._tell(Event("kernels", "", "ready", {"took_ms": self.took_ms}, self.words()))
 
-        worker.put(job)
+        self._worker.put(job)
+
+    def status(self) -> dict[str, Any]:
+        return {"kernels": self.words(), "kernels_ms": self.took_ms}
 
     def words(self) -> str:
         """ "" where nothing is compiled, or is not yet."""

@@ -8,13 +8,13 @@ Gradients come from a tensor hook on each product, and the snapshot is sent with
 
 from __future__ import annotations
 
-import os
 import time
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from mxprobe.agent.guard import Hook
 from mxprobe.agent.probes.gemm_watch import GemmWatch
 from mxprobe.agent.probes.many_experts import ManyExpertsProbe
 from mxprobe.agent.probes.module_probe import TAKEN_OUT, own_tensor
@@ -47,9 +47,10 @@ class ExpertsProbe(ManyExpertsProbe):
     def arm(self) -> None:
         self.forget()
         if self._handle is None:
-            hook = self._forward_hook
-            self._handle = self.module.register_forward_hook(hook, with_kwargs=True, always_call=True)
-            self._pre_handle = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+            measure = self._guard.hook(f"forward hook of {self.name}", self._on_forward, when=lambda: self.armed)
+            before = self._guard.hook(f"hook before {self.name}", self._before, when=lambda: self.armed)
+            self._handle = self.module.register_forward_hook(self._after(measure), with_kwargs=True, always_call=True)
+            self._pre_handle = self.module.register_forward_pre_hook(before, with_kwargs=True)
         self.armed = True
 
     def _disarm(self) -> None:
@@ -80,18 +81,12 @@ class ExpertsProbe(ManyExpertsProbe):
             self.rollout_rows = round(self.rollout_rows * self.rows_per_token)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        is_in = self.armed and kwargs is not None  # else another probe of the same module has just taken all out
-        if torch.compiler.is_compiling() or not is_in or os.getpid() != self._pid:
+        if kwargs is None:  # another probe of the same module has just taken all out
             return
-        started = time.perf_counter_ns()
-        try:
-            x = first_argument(args, kwargs or {}, "hidden_states")
-            self._leave()  # of a forward that was interrupted
-            if is_plain(x) and not is_off_limits(x) and self._is_wanted():
-                self._enter()
-        except Exception as error:
-            self._guard.swallow(f"hook before {self.name}", error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
+        x = first_argument(args, kwargs, "hidden_states")
+        self._leave()  # of a forward that was interrupted
+        if is_plain(x) and not is_off_limits(x) and self._is_wanted():
+            self._enter()
 
     def _is_wanted(self) -> bool:
         """Whether the call that begins can be one that is measured."""
@@ -137,24 +132,29 @@ class ExpertsProbe(ManyExpertsProbe):
             self._watch = None
             watch.leave()
 
-    def _forward_hook(
+    def _after(self, measure: Hook) -> Hook:
+        """Return a hook that takes the watch off, whatever has happened meanwhile, and then measures."""
+
+        def after(*args: Any) -> None:
+            self._guard.attempt(f"hook after {self.name}", self._leave)
+            if not self.armed:
+                self._guard.attempt(f"hook after {self.name}", self._disarm)
+            measure(*args)
+
+        return after
+
+    def _on_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = TAKEN_OUT
     ) -> None:
-        try:
-            self._leave()
-            if not self.armed or output is TAKEN_OUT:
-                self._disarm()
-                return
-        except Exception as error:
-            self._guard.swallow(f"hook after {self.name}", error)
-            return
         if output is None:  # it raised: some of its products are missing, and it may be called again
             self.why_unread = "its forward raised, or returned nothing"
             if self._filling is not None:
                 self._filling, self._missing = None, 0
             return
-        super()._forward_hook(module, args, kwargs, output)
-        self._filling = None
+        try:
+            super()._on_forward(module, args, kwargs, output)
+        finally:
+            self._filling = None
 
     def _on_gemm(self, snapshot: ExpertsSnapshot, parameter: torch.Tensor, first: int, gemm: Gemm) -> None:
         """In the training thread, right after the product."""
@@ -193,27 +193,22 @@ class ExpertsProbe(ManyExpertsProbe):
             self.is_flipped = gemm.is_flipped
         return self.is_flipped
 
-    def _product_hook(self, snapshot: ExpertsSnapshot, piece: Piece, gemm: Gemm) -> Callable[[torch.Tensor], None]:
+    def _product_hook(self, snapshot: ExpertsSnapshot, piece: Piece, gemm: Gemm) -> Hook:
         rows_of = gemm.rows_of
 
-        def hook(gradient: torch.Tensor) -> None:
+        def on_gradient(gradient: torch.Tensor) -> None:
             awaited: Any = self._train
-            if not self.armed or awaited is not snapshot or os.getpid() != self._pid:
+            if not self.armed or awaited is not snapshot:
                 return
-            started = time.perf_counter_ns()
-            try:
-                self._missing -= 1
-                if is_plain(gradient) and not is_off_limits(gradient):
-                    with undisturbed(gradient.device.type):
-                        piece.add_gradient(rows_of(gradient))
-                if not self._missing:
-                    self._train = None
-                    self._send(snapshot)  # pyright: ignore[reportArgumentType]
-            except Exception as error:
-                self._guard.swallow(f"gradient hook of {self.name}", error)
-            self._clock.hook_ns += time.perf_counter_ns() - started
+            self._missing -= 1
+            if is_plain(gradient) and not is_off_limits(gradient):
+                with undisturbed(gradient.device.type):
+                    piece.add_gradient(rows_of(gradient))
+            if not self._missing:
+                self._train = None
+                self._send(snapshot)  # pyright: ignore[reportArgumentType]
 
-        return hook
+        return self._guard.hook(f"gradient hook of {self.name}", on_gradient)
 
     def _expect_gradient(self, snapshot: Any, on_gradient: Any, reading: Reading) -> None:
         if not self._missing:  # nothing of it needs a gradient

@@ -18,7 +18,6 @@ counts only where the first ran without gradient (the reentrant kind).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from torch import nn
 
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.guard import Guard
+from mxprobe.agent.guard import Guard, Hook
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.placement import Placement
 from mxprobe.measuring.adapters.table import adapter_of
@@ -91,7 +90,6 @@ class ModuleProbe:
         self._max_features = max_features
         self.trains = trains
         self._reentrant = False
-        self._pid = os.getpid()
         self._handle: Any = None
         self.forget()
 
@@ -111,9 +109,8 @@ class ModuleProbe:
         """Between probed steps there is no hook: a module that has one takes torch's slow path at each call."""
         self.forget()
         if self._handle is None:
-            self._handle = self.module.register_forward_hook(
-                self._forward_hook, with_kwargs=True, prepend=self._adapter.prepend
-            )
+            hook = self._guard.hook(f"forward hook of {self.name}", self._on_forward, when=lambda: self.armed)
+            self._handle = self.module.register_forward_hook(hook, with_kwargs=True, prepend=self._adapter.prepend)
         self.armed = True
 
     def remove(self) -> None:
@@ -165,20 +162,11 @@ class ModuleProbe:
     def saw_rollout(self) -> bool:
         return self._rollout_done
 
-    def _forward_hook(
+    def _on_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = TAKEN_OUT
     ) -> None:
-        if torch.compiler.is_compiling() or not self.armed or output is TAKEN_OUT:
-            return
-        if os.getpid() != self._pid:  # a forked child has no thread of ours, and perhaps a lock that stays taken
-            self.armed = False
-            return
-        started = time.perf_counter_ns()
-        try:
+        if output is not TAKEN_OUT:
             self._on_call(args, kwargs, output)
-        except Exception as error:
-            self._guard.swallow(f"forward hook of {self.name}", error)
-        self._clock.hook_ns += time.perf_counter_ns() - started
 
     def _on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         reading = self._adapter.read(self.module, self.part, args, kwargs, output)
@@ -237,23 +225,18 @@ class ModuleProbe:
         lean = reading._replace(x=reading.x.new_empty(0), output=None, y=None, on_gradient=None)
         on_gradient(self._gradient_hook(snapshot, lean))
 
-    def _gradient_hook(self, snapshot: Snapshot, reading: Reading) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            if not self.armed or self._train is not snapshot or os.getpid() != self._pid:
+    def _gradient_hook(self, snapshot: Snapshot, reading: Reading) -> Hook:
+        def on_gradient(gradient: torch.Tensor) -> None:
+            if not self.armed or self._train is not snapshot:
                 return
-            started = time.perf_counter_ns()
-            try:
-                self._train = None
-                g = self._adapter.gradient(gradient, reading)
-                if g is not None and not is_off_limits(g):
-                    with undisturbed(g.device.type):
-                        snapshot.add_gradient(g)
-                self._send(snapshot)
-            except Exception as error:
-                self._guard.swallow(f"gradient hook of {self.name}", error)
-            self._clock.hook_ns += time.perf_counter_ns() - started
+            self._train = None
+            g = self._adapter.gradient(gradient, reading)
+            if g is not None and not is_off_limits(g):
+                with undisturbed(g.device.type):
+                    snapshot.add_gradient(g)
+            self._send(snapshot)
 
-        return hook
+        return self._guard.hook(f"gradient hook of {self.name}", on_gradient)
 
     def _on_no_grad_call(self, reading: Reading) -> None:
         x = reading.x

@@ -98,6 +98,8 @@ class WeightHistory:
     """Versions of each module and what generation was found to use. Called by the worker only."""
 
     def __init__(self) -> None:
+        self.generates = False
+        """A rollout was measured in this process."""
         self._first: dict[str, Version] = {}
         self._recent: dict[str, list[Version]] = {}
         self._state: dict[str, str] = {}

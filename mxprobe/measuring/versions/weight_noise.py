@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -49,8 +49,6 @@ class NormWeights(NamedTuple):
     held: Mapping[str, torch.Tensor]
     used: Mapping[str, Mapping[str, torch.Tensor]]
     """phase -> name -> [K]"""
-    device: torch.device
-    ready: Any
 
     def changes(self) -> dict[str, dict[str, Change | None]]:
         """phase -> name -> change; waits for the device."""
