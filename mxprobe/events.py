@@ -71,6 +71,11 @@ TEMPLATES: dict[str, dict[str, str]] = {
         "experts": "{subject} {role}: non-finite elements in expert {experts}",
     },
     RANK_LOST: {"ended": "{subject}, process {pid}, ended while others went on ({reason})"},
+    "attached": {
+        "model": "{subject}: {roots}; {n_modules} modules",
+        "signals": "{subject}: no model runs here, its signals alone",
+        "no_torch": "{subject}: no torch in this process, its signals alone",
+    },
     "identity": {"violated": "{subject} {role}: components differ from their total by {gap:.1e} of it"},
     "recipe": {"changed": "{subject} {phase} {recipe}: it was {before} before"},
 }
@@ -86,12 +91,12 @@ class Event(NamedTuple):
     data: Mapping[str, Any] = {}
     """Steps, under names that end in `_step`, count from attach like those of all rows."""
     text: str = ""
-    """The words, of kinds that `TEMPLATES` does not have."""
+    """The words, of kinds that `TEMPLATES` does not have; their state where there are none."""
 
     @property
     def words(self) -> str:
         template = TEMPLATES.get(self.kind, {}).get(self.state)
-        return self.text if template is None else template.format(subject=self.subject, **self.data)
+        return self.text or self.state if template is None else template.format(subject=self.subject, **self.data)
 
     @property
     def said(self) -> str:

@@ -46,8 +46,7 @@ class Listening:
         self._signals = SignalTaps(self._on_signals, self._on_error, self._on_event)
         try:
             self._signals.ensure_wrapped()
-            words = "metrics: no torch in this process, its signals alone"
-            self._on_event(Event("attached", self.role, text=words))
+            self._on_event(Event("attached", self.role, "no_torch"))
             self._transport.control({"verb": "attached", "roots": [], "modules": 0, "role": self.role, "step": 0})
         except BaseException:
             self._signals.unwrap()
@@ -88,7 +87,7 @@ class Listening:
             return
         self.state, self.reason = State.GONE, reason
         self._signals.unwrap()
-        self._on_event(Event("detached", "", reason, text=reason))
+        self._on_event(Event("detached", "", reason))
         self.gone.set()
 
     def close(self) -> None:
