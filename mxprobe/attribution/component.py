@@ -21,12 +21,11 @@ import numpy.typing as npt
 from mxprobe.schema import Component, Role
 
 from .measured import FORWARD_ROLES, Array, OperandSums, divide
+from .ratios import SHARES, output_parts
 from .recommendation import OperandGroup
 from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
-
-SHARES = ("zeroed", "saturated", "scale", "deadzone", "grid")
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,9 @@ def name_component(shares: Mapping[str, float], thresholds: Thresholds) -> Compo
 def operand_errors(operands: OperandSums, weights: Array) -> OperandErrors:
     """Add over clusters, then divide, per module and role."""
     sums = {name: np.tensordot(weights, values, axes=(0, 0)) for name, values in operands.base.items()}
-    ref2, cross = sums["out_ref2"], sums["out_dz_grid"]
-    ideal2 = sums["out_dz2"] + sums["out_grid2"] + 2.0 * cross
-    parts = {
-        "zeroed": sums["out_zeroed2"],
-        "saturated": sums["out_saturated2"],
-        "scale": sums["out_e2"] - ideal2,
-        "deadzone": sums["out_dz2"] + cross,
-        "grid": sums["out_grid2"] + cross,
-    }
+    ref2 = sums["out_ref2"]
     error = divide(sums["out_e2"], ref2)
-    relative = {name: divide(part, ref2) for name, part in parts.items()}
+    relative = {name: divide(part, ref2) for name, part in output_parts(sums).items()}
     return OperandErrors(error, relative, _importance(operands.delta2, error))
 
 

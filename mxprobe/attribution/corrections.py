@@ -24,6 +24,7 @@ from mxprobe_kernels.formats import CorrectionKind, Rule
 from .costs import cost_of, tier_of
 from .intervals import Gain, gain_of
 from .measured import Array, Cut, OperandSums, divide
+from .ratios import output_parts
 from .recommendation import CorrectionScore
 from .symptom import upper_median
 from .thresholds import Thresholds
@@ -64,6 +65,7 @@ def score_corrections(
     zeroed_before, zeroed_after = errors.before("out_zeroed2"), errors.after("out_zeroed2")
     left, tensor_recovery = errors.left_per_operand(), errors.tensor_recovery()
     cures = _Cures(situation, weights, errors.chosen, thresholds)
+    n_steps = int(operands.n_steps[errors.chosen].min())
     scores: list[CorrectionScore] = []
     for index, correction in enumerate(operands.corrections):
         if not errors.measured[index].any():
@@ -73,30 +75,21 @@ def score_corrections(
         if component is Component.DEADZONE:
             there = float(weights @ zeroed_before[index])
             recovery = 1.0 - float(weights @ zeroed_after[index]) / there if there > 0 else float("nan")
-        cost = cost_of(correction, thresholds.device)
-        score = CorrectionScore(
-            correction=correction,
-            tier=tier_of(correction),
-            gain=gain.value,
-            gain_low=gain.low,
-            gain_high=gain.high,
-            n_steps=min(gain.n, int(operands.n_steps[errors.chosen].min())),
-            held_out_gain=None,
-            recovery=recovery,
-            tensor_recovery=float(tensor_recovery[index]) if component is Component.DEADZONE else None,
-            cost_gemm=cost.cost_gemm,
-            bits_per_element=cost.bits_per_element,
-            cures=cures.by(left[index]),
-            is_active=bool((operands.active[errors.chosen] == index).all()),
-            is_eligible=False,
-            note=cost.note,
+        scores.append(
+            scored(
+                correction,
+                replace(gain, n=min(gain.n, n_steps)),
+                recovery,
+                thresholds,
+                tensor_recovery=float(tensor_recovery[index]) if component is Component.DEADZONE else None,
+                cures=cures.by(left[index]),
+                is_active=bool((operands.active[errors.chosen] == index).all()),
+            )
         )
-        scores.append(judged(score, thresholds))
     if KEEP not in operands.corrections:
         none_left = cures.by(np.zeros(errors.n_operands))
-        scores.append(
-            judged(_keep(none_left, int(operands.n_steps[errors.chosen].min()), thresholds.device), thresholds)
-        )
+        score = scored(KEEP, Gain(1.0, 1.0, 1.0, n_steps), 1.0, thresholds, tensor_recovery=1.0, cures=none_left)
+        scores.append(replace(score, note=f"no error by definition; {score.note}"))
     return scores
 
 
@@ -161,14 +154,9 @@ class _Errors:
         return divide(np.einsum("t,ctn->cn", self._weights, after), np.einsum("t,ctn->cn", self._weights, before))
 
     def parts(self) -> dict[str, float]:
-        """Parts of the plain quantizer's output error, for `recovery_of`."""
-        ideal = self._base("out_dz2") + self._base("out_grid2") + 2.0 * self._base("out_dz_grid")
-        return {
-            "all": self._base("out_e2"),
-            "scale": self._base("out_e2") - ideal,
-            "grid": self._base("out_grid2") + self._base("out_dz_grid"),
-            "saturated": self._base("out_saturated2"),
-        }
+        """Return parts of the plain quantizer's output error, for `recovery_of`."""
+        sums = {name: self._base(name) for name in self._cut.base if name.startswith("out_")}
+        return {"all": sums["out_e2"], **output_parts(sums)}
 
     def tensor_recovery(self) -> Array:
         """[C] 1 - ||(Qc - x) on D||^2 / ||e_dz||^2, tensors weighted by the share of their error on D."""
@@ -229,35 +217,38 @@ def is_cured(left: Array, gate: float, share: float | None, thresholds: Threshol
     return bool(upper_median(left) <= gate and (left > gate).mean() < allowed and not by_much.any())
 
 
-def _keep(cures: bool | None, n_steps: int, device: str) -> CorrectionScore:
-    cost = cost_of(KEEP, device)
-    gain = Gain(1.0, 1.0, 1.0, n_steps)
+def scored(
+    correction: str,
+    gain: Gain,
+    recovery: float,
+    thresholds: Thresholds,
+    *,
+    tensor_recovery: float | None,
+    cures: bool | None,
+    is_active: bool = False,
+) -> CorrectionScore:
+    """Return the score of a correction with its cost, and whether it passes every threshold."""
+    cost = cost_of(correction, thresholds.device)
     return CorrectionScore(
-        correction=KEEP,
-        tier=tier_of(KEEP),
+        correction=correction,
+        tier=tier_of(correction),
         gain=gain.value,
         gain_low=gain.low,
         gain_high=gain.high,
-        n_steps=n_steps,
+        n_steps=gain.n,
         held_out_gain=None,
-        recovery=1.0,
-        tensor_recovery=1.0,
+        recovery=recovery,
+        tensor_recovery=tensor_recovery,
         cost_gemm=cost.cost_gemm,
         bits_per_element=cost.bits_per_element,
         cures=cures,
-        is_active=False,
-        is_eligible=False,
-        note=f"no error by definition; {cost.note}",
+        is_active=is_active,
+        is_eligible=(
+            not is_active
+            and not correction.startswith(_NEVER)
+            and gain.value >= thresholds.min_gain
+            and gain.low > thresholds.min_gain_low
+            and recovery >= thresholds.min_recovery
+        ),
+        note=cost.note,
     )
-
-
-def judged(score: CorrectionScore, thresholds: Thresholds) -> CorrectionScore:
-    """The score with `is_eligible` set."""
-    eligible = (
-        not score.is_active
-        and not score.correction.startswith(_NEVER)
-        and score.gain >= thresholds.min_gain
-        and score.gain_low > thresholds.min_gain_low
-        and score.recovery >= thresholds.min_recovery
-    )
-    return replace(score, is_eligible=eligible)

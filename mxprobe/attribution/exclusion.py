@@ -18,6 +18,7 @@ from mxprobe.schema import Role
 from mxprobe_kernels.formats import CorrectionKind
 
 from .patterns import exact_patterns
+from .ratios import left_by_corrections
 from .sensitivity import OPERAND, operand_sensitivity
 
 BF16, MXFP8 = CorrectionKind.KEEP_HIGH_PRECISION.value, CorrectionKind.MXFP8.value
@@ -133,14 +134,11 @@ def _left_by_output(operands: pd.DataFrame, tensors: pd.DataFrame | None, whatif
     nothing = pd.Series(np.nan, index=operands.index)
     if tensors is None or whatif is None:
         return nothing
-    key = ["module", "role"]
-    before = tensors.groupby(key, observed=True)["out_e2"].sum()
-    after = whatif[whatif["correction"] == MXFP8].groupby(key, observed=True)["out_e2"].sum()
-    left = (after / before.where(before > 0)).clip(0.0, 1.0)
-    names = left.index.to_frame(index=False).astype(str)
-    known = dict(zip(zip(names["module"], names["role"], strict=True), left.tolist(), strict=True))
-    keys = zip(operands["module"].astype(str), operands["role"].astype(str), strict=True)
-    return pd.Series([known.get(each, np.nan) for each in keys], index=operands.index)
+    left = left_by_corrections(tensors, whatif)
+    if MXFP8 not in left:
+        return nothing
+    own = pd.MultiIndex.from_frame(operands[list(OPERAND)].astype(str))
+    return pd.Series(left[MXFP8].clip(0.0, 1.0).reindex(own).to_numpy(), index=operands.index)
 
 
 def _flops(modules: pd.DataFrame) -> Mapping[str, float]:

@@ -1,31 +1,16 @@
 """What neighbouring papers measure of the same rounding error, from a trace's sums; definitions and sources.
 
-    bucket_ratio   H(code histogram) / log2 15, in bits, +0 and -0 together: the effective share of the 15 E2M1 values
-                   in use, 1 where all are used alike (effective bucket ratio; transposition-invariant blocks)
-    alignment      of weights ||E_W X^T||^2 d_in / (||E_W||^2 ||X||^2), of inputs
-                   ||E_X W^T||^2 d_in / (||E_X||^2 ||W||^2): 1 where the error and what it meets point independently,
-                   more where they align (signal-noise view)
-    underflow      elements with Q = 0, x != 0 over elements, and
-    crest          maximum over root mean square, both averaged over the blocks that are not 0, with
-                   `underflow_crest_corr`, their correlation over blocks (HiFloat4 RL)
-    coverage_1, coverage_5, coverage_10
-                   part of ||e||^2 in the 1, 5, 10 % of channels with most of it: what a second pass on these channels
-                   alone could mend; .01, .05, .1 where it is spread evenly (channel residual; QUADS)
-    sparse_1, sparse_5, sparse_10
-                   part of ||e||^2 in the 1, 5, 10 % of each row's elements with most of it: what a sparse residual
-                   kept beside the row could mend (HiFloat4 RL, arXiv 2607.26515)
-    transposition  of w_dgrad: ||Q_row(W) - Q_col(W)|| / ||W||, the forward's blocks against those of dX = G W, on the
-                   elements measured along both axes (transposition-invariant blocks); .04 to .075 on Gaussian weights
+    bucket_ratio   H(code histogram) / log2 15, in bits, +0 and -0 together: 1 where all 15 E2M1 values are used alike
+    alignment      ||E_W X^T||^2 d_in / (||E_W||^2 ||X||^2) of weights, likewise of inputs: more than 1 where the error
+                   and what it meets align
+    coverage_K     part of ||e||^2 in the K % of channels with most of it; sparse_K: of each row's elements
+    transposition  ||Q_row(W) - Q_col(W)|| / ||W||, on the elements measured along both axes; .04 to .075 on Gaussians
+    snr_db         10 log10 ||y||^2 / ||error||^2 of a Linear's output when all Linears round; `injected`, `propagated`:
+                   parts of ||y||^2 that its own rounding and the layers before it add, which overlap
+    basin_cosine   cos(gradient at w = Q(w), w - Q(w)): below 0 a descent step from Q(w) leads back towards w
+    relative_drift Y / X, both mean |p_rollout - p_train|, in the last and in the first quarter of the measured steps
 
-    snr_db, injected, propagated
-                   of each Linear's output when all Linears round: 10 log10 ||y||^2 / ||error||^2 in dB, and the
-                   parts of ||y||^2 that its own rounding and the layers before it add; the two overlap, so that they
-                   do not sum to the error (signal-noise view). Measured by replays:
-                   `mxprobe.measuring.replay.representation`
-    basin_cosine   cos(gradient at w = Q(w), w - Q(w)): below 0 a descent step from Q(w) leads back towards w (QAT
-                   basin, arXiv 2606.09012). Of replays, with the gradient at the policy that the run had
-    relative_drift Y / X: mean |p_rollout - p_train| of sampled tokens in the last quarter of the measured steps over
-                   that in the first (ACRL)
+All definitions, units and papers: `paper_columns.toml`.
 
 Oscillation (TetraJet) is in `updates`, gradient and KL effects in `replays`. Sums are added first, divided last; the
 channels of `coverage` are ranked anew in each probed step.

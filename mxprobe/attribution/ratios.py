@@ -25,6 +25,8 @@ from mxprobe.trace.aggregation import Aggregation
 
 from .identity import Copies, distinct
 
+SHARES = ("zeroed", "saturated", "scale", "deadzone", "grid")
+"""Parts of an error: made on such elements alone, and the remainder split."""
 ADDITIVE = (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS)
 
 
@@ -108,19 +110,50 @@ def output_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
     correlate through the GEMM, so these may exceed 1); `out_cross_dz_grid`.
     """
     data = _frame(sums)
-    e2, cross = data["out_e2"], data["out_dz_grid"]
-    ideal2 = data["out_dz2"] + data["out_grid2"] + 2.0 * cross
+    e2, parts = data["out_e2"], output_parts(data)
     return pd.DataFrame(
         {
             "out_error": _divide(e2, data["out_ref2"]),
-            "out_scale": 1.0 - _divide(ideal2, e2),
-            "out_deadzone": _divide(data["out_dz2"] + cross, e2),
-            "out_grid": _divide(data["out_grid2"] + cross, e2),
-            "out_zeroed": _divide(data["out_zeroed2"], e2),
-            "out_saturated": _divide(data["out_saturated2"], e2),
-            "out_cross_dz_grid": _divide(2.0 * cross, e2),
+            **{f"out_{name}": _divide(parts[name], e2) for name in (*SHARES[2:], *SHARES[:2])},
+            "out_cross_dz_grid": _divide(2.0 * data["out_dz_grid"], e2),
         }
     )
+
+
+def output_parts(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of ||output error||^2 by name, `SHARES`, from sums of any shape by the names of `OUTPUT_SUMS`.
+
+    `scale`, `deadzone` and `grid` sum to the whole: the cross term of the last two is shared equally.
+    """
+    cross = sums["out_dz_grid"]
+    return {
+        "zeroed": sums["out_zeroed2"],
+        "saturated": sums["out_saturated2"],
+        "scale": sums["out_e2"] - (sums["out_dz2"] + sums["out_grid2"] + 2.0 * cross),
+        "deadzone": sums["out_dz2"] + cross,
+        "grid": sums["out_grid2"] + cross,
+    }
+
+
+def operand_ratios(sums: pd.DataFrame) -> pd.DataFrame:
+    """Return the columns of `tensor_ratios` and of `output_ratios`, one row per row of `sums`."""
+    return pd.concat([tensor_ratios(sums), output_ratios(sums)], axis=1)
+
+
+def left_by_corrections(tensors: pd.DataFrame, whatif: pd.DataFrame) -> pd.DataFrame:
+    """Return the part of an operand's output error that each correction leaves: a row per (module, role), as texts.
+
+    tensors, whatif: frames with `out_e2`. NaN where a correction was not measured, or there was no error.
+    """
+    before = _output_errors(tensors, ["module", "role"])
+    after = _output_errors(whatif, ["module", "role", "correction"]).unstack()
+    return after.div(before.where(before > 0), axis=0)
+
+
+def _output_errors(rows: pd.DataFrame, by: list[str]) -> pd.Series:
+    sums = rows.groupby(by, observed=True)["out_e2"].sum()
+    # Plain strings for index, so that categories of two tables meet.
+    return pd.Series(sums.to_numpy(), index=pd.MultiIndex.from_frame(sums.index.to_frame(index=False).astype(str)))
 
 
 def realised_ratios(outputs: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:

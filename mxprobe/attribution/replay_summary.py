@@ -15,6 +15,7 @@ from mxprobe.schema import Role
 from mxprobe.trace import Trace
 
 from . import replays
+from .ratios import left_by_corrections
 from .replays import PLAIN, Estimate
 from .sensitivity import operand_sensitivity, validity
 
@@ -129,22 +130,13 @@ def predicted_gains(trace: Trace) -> dict[str, float]:
     if operands.empty or tensors.empty or whatif.empty:
         return {}
     key = ["module", "role"]
-    before = _by_name(tensors.groupby(key, observed=True)["out_e2"].sum())
-    after = _by_name(whatif.groupby([*key, "correction"], observed=True)["out_e2"].sum()).unstack()
-    weight = operands.assign(module=operands["module"].astype(str), role=operands["role"].astype(str))
-    delta2 = weight.set_index(key)["delta2"]
-    left = after.div(before.where(before > 0), axis=0).reindex(delta2.index)
+    delta2 = operands.astype(dict.fromkeys(key, str)).set_index(key)["delta2"]
+    left = left_by_corrections(tensors, whatif).reindex(delta2.index)
     known = left.notna().any(axis=1).to_numpy()
     total = float(delta2[known].sum())
     if total <= 0:
         return {}
     return {str(name): 1.0 - float((delta2[known] * left.loc[known, name]).sum()) / total for name in left.columns}
-
-
-def _by_name(sums: pd.Series) -> pd.Series:
-    """The same with plain strings for index, so that categories of two tables meet."""
-    frame = sums.index.to_frame(index=False).astype(str)
-    return pd.Series(sums.to_numpy(), index=pd.MultiIndex.from_frame(frame))
 
 
 def _arms(forward: pd.DataFrame, backward: pd.DataFrame, predicted: dict[str, float]) -> list[ArmSummary]:

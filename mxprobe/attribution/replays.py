@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from .gradients import error_ratios
-from .intervals import t_quantile
+from .intervals import ratio_and_half
 
 PLAIN, CONTROLS = "q", ("noise", "flip")
 REFERENCES = ("high", "floor")
@@ -135,15 +135,7 @@ def gradient_sensitivity(gradient_probes: pd.DataFrame, *, component: str = "tot
 def ratio_of(above: Array, below: Array, *, level: float = 0.95) -> Estimate:
     """sum(above) / sum(below) over microbatches with the t interval of the linearised ratio; NaN rows are left out."""
     used = np.isfinite(above) & np.isfinite(below)
-    above, below = above[used], below[used]
-    n, total = len(below), float(below.sum())
-    if not n or total <= 0:
-        return Estimate(np.nan, np.nan, np.nan, n)
-    value = float(above.sum()) / total
-    if n < 2:
-        return Estimate(value, -np.inf, np.inf, n)
-    z = above - value * below
-    half = t_quantile(0.5 + level / 2.0, n - 1.0) * float(np.sqrt(z @ z / (n * (n - 1.0)))) / (total / n)
+    value, half, n = ratio_and_half(above[used], below[used], np.ones(int(used.sum())), level)
     return Estimate(value, value - half, value + half, n)
 
 

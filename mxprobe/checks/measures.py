@@ -13,7 +13,7 @@ import pandas as pd
 from mxprobe.attribution.coverage import coverage_of
 from mxprobe.attribution.identity import PLACED
 from mxprobe.attribution.measured import measure
-from mxprobe.attribution.ratios import ADDITIVE, output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.ratios import ADDITIVE, operand_ratios, realised_ratios, totals
 from mxprobe.attribution.symptom import mismatch
 from mxprobe.trace import Trace
 
@@ -60,7 +60,7 @@ class OperandMeasures:
         if self._roles:
             rows = rows[rows["role"].isin(list(self._roles))]
         sums = totals(rows, _KEYS)
-        return pd.concat([sums[list(_KEYS)], tensor_ratios(sums), output_ratios(sums)], axis=1)
+        return pd.concat([sums[list(_KEYS)], operand_ratios(sums)], axis=1)
 
 
 def realised_measures(trace: Trace) -> Iterator[Measure]:
