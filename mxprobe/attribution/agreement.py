@@ -38,7 +38,9 @@ def _again(measured: Measured, weights: npt.NDArray[np.int64], thresholds: Thres
 
 
 def with_held_out_gains(measured: Measured, decision: Decision, thresholds: Thresholds) -> tuple[CorrectionScore, ...]:
-    """Scores with the gain on data that did not choose the operands: even clusters choose, odd ones score, and back.
+    """Return scores with the gain on data that did not choose the operands.
+
+    Even clusters choose and odd ones score, then the other way round.
 
     None where a half has fewer than two clusters, or names other operands than the other half can score.
     """

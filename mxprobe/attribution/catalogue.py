@@ -31,7 +31,7 @@ DEFINITIONS: dict[str, dict[str, str]] = tomllib.loads(
 
 
 def catalogue(trace: Trace) -> tuple[PaperColumn, ...]:
-    """All columns in the order of `DEFINITIONS`."""
+    """Return all columns in the order of `DEFINITIONS`."""
     found = dict(_found(trace))
     return tuple(
         _summary(name, *found[name]) if name in found else PaperColumn(name, **words, withheld=OLDER)
@@ -78,7 +78,7 @@ def _of_operands(trace: Trace) -> Iterator[Found]:
 
 
 def _histograms(trace: Trace) -> pd.DataFrame:
-    """Columns of `PLACE` and `code_hist` (float64 [16]), added piece by piece: they are most of a large table."""
+    """Return columns of `PLACE` and `code_hist` (float64 [16]), added by pieces: they are most of a large table."""
     parts = [pd.DataFrame({name: [] for name in (*PLACE, "code_hist")})]
     for piece in trace.chunks("tensors", (*PLACE, "code_hist")):
         rows = piece.filter(piece.column("code_hist").is_valid())

@@ -52,7 +52,7 @@ class Situation:
 def score_corrections(
     situation: Situation, weights: Array, named: Mask, component: Component, thresholds: Thresholds
 ) -> list[CorrectionScore]:
-    """Scores of all corrections in the trace, and of keeping the operands in high precision, on `named` [M, R].
+    """Return scores of all corrections in the trace, and of high precision, on the operands `named` [M, R].
 
     `weights` [T] are resampling counts. Unsorted; `held_out_gain` is left to the caller.
     """
@@ -94,7 +94,7 @@ def score_corrections(
 
 
 def held_out(situation: Situation, weights: Array, named: Mask, correction: str) -> float:
-    """Gain of a correction on the clusters that `weights` selects, for operands chosen on others."""
+    """Return the gain of a correction on the clusters that `weights` selects, for operands chosen on others."""
     corrections = situation.operands.corrections
     if correction not in corrections:
         return 1.0  # high precision
@@ -104,7 +104,7 @@ def held_out(situation: Situation, weights: Array, named: Mask, correction: str)
 
 
 def choose(scores: Sequence[CorrectionScore]) -> tuple[str, ...]:
-    """The corrections to name: one, or several when undecided, the favourite first.
+    """Return the corrections to name: one, or several when undecided, the favourite first.
 
     Those that keep the format come first. Of them the cheapest that cures; if none cures, the largest gain, and
     with it every other whose interval overlaps at another cost. Then the second tier by the same rule. Where
@@ -141,15 +141,15 @@ class _Errors:
         self._per_output: Array = 1.0 / reference[self.chosen]
 
     def before(self, name: str) -> Array:
-        """[C, T] as the run does now, where that correction was measured."""
+        """Return [C, T] as the run does now, where that correction was measured."""
         return self._cut.before[name] @ self._per_output
 
     def after(self, name: str) -> Array:
-        """[C, T] with each correction."""
+        """Return [C, T] with each correction."""
         return self._cut.after[name] @ self._per_output
 
     def left_per_operand(self) -> Array:
-        """[C, N] part of each operand's output error that a correction leaves; NaN where it was not measured."""
+        """Return [C, N] part of each operand's output error that a correction leaves; NaN where it was not measured."""
         after, before = self._cut.after["out_e2"], self._cut.before["out_e2"]
         return divide(np.einsum("t,ctn->cn", self._weights, after), np.einsum("t,ctn->cn", self._weights, before))
 
@@ -159,7 +159,7 @@ class _Errors:
         return {"all": sums["out_e2"], **output_parts(sums)}
 
     def tensor_recovery(self) -> Array:
-        """[C] 1 - ||(Qc - x) on D||^2 / ||e_dz||^2, tensors weighted by the share of their error on D."""
+        """Return [C] 1 - ||(Qc - x) on D||^2 / ||e_dz||^2, tensors weighted by the share of their error on D."""
         own = self._weights @ self._cut.base["sum_e2"]
         deadzone = self._weights @ self._cut.base["sum_dz2"]
         left = np.einsum("t,ctn->cn", self._weights, self._cut.after["sum_e2_on_d"])
@@ -171,7 +171,7 @@ class _Errors:
 
 
 def recovery_of(component: Component, gain: float, now: float, parts: Mapping[str, float]) -> float:
-    """As defined above but for deadzone; capped at 1.
+    """Return the recovery as defined above, but for deadzone; capped at 1.
 
     `parts` (`all`, `scale`, `grid`, `saturated`) are of the plain quantizer and scaled to the error made `now`.
     """
@@ -200,7 +200,10 @@ class _Cures:
         self._now: Array = now * situation.counted
 
     def by(self, left: Array) -> bool | None:
-        """`left` [N] is the part of the error that remains on the chosen operands; unknown parts count as whole."""
+        """Return whether it cures.
+
+        `left` [N]: part of the error that remains on the chosen operands, whole where unknown.
+        """
         if not self._seen.any():
             return None
         corrected = self._now.copy()

@@ -223,6 +223,6 @@ class _Seen:
 
 
 def _share_to_get_under(observed: Mismatch, thresholds: Thresholds) -> float:
-    """Part of the Linears that may stay over the gate: less than `mismatch_share`, or none where fewer are over."""
+    """Return the part of the Linears that may stay over the gate: none where fewer than `mismatch_share` are."""
     over = observed.share_above(observed.gate(thresholds))
     return thresholds.mismatch_share if over >= thresholds.mismatch_share else np.nextafter(0.0, 1.0)

@@ -69,7 +69,7 @@ def exclusion_curve(
     whatif: pd.DataFrame | None = None,
     framework: str = "torch",
 ) -> ExclusionCurve | None:
-    """The curve of a trace's frames; None where they do not say enough.
+    """Return the curve of a trace's frames; None where they do not say enough.
 
     sensitivity, modules, tensors, whatif: the trace's tables of these names; the last two for `mxfp8` in traces that
     hold no Delta2 of it. Modules of which nothing is known in MXFP8 are left out. Patterns are tested against all
@@ -111,7 +111,10 @@ def exclusion_curve(
 
 
 def knee_of(x: Sequence[float], y: Sequence[float]) -> int:
-    """Index of the point farthest below the line from first to last, both axes scaled to [0, 1]; 0 if none is below."""
+    """Return the index of the point farthest below the line from first to last, both axes scaled to [0, 1].
+
+    0 if none is below.
+    """
     xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     width, height = xs[-1] - xs[0], ys[0] - ys[-1]
     if width <= 0 or height <= 0:
@@ -121,7 +124,7 @@ def knee_of(x: Sequence[float], y: Sequence[float]) -> int:
 
 
 def _left_by_delta2(operands: pd.DataFrame, sensitivity: pd.DataFrame) -> pd.Series:
-    """Per operand Delta2 of MXFP8's error over that of its error now; NaN where it was not measured."""
+    """Return per operand Delta2 of MXFP8's error over that of its error now; NaN where it was not measured."""
     wider = operand_sensitivity(sensitivity, component=MXFP8).set_index(list(OPERAND))["delta2"]
     own = pd.MultiIndex.from_frame(operands[list(OPERAND)].astype(str))
     wider.index = pd.MultiIndex.from_frame(wider.index.to_frame(index=False).astype(str))
@@ -130,7 +133,7 @@ def _left_by_delta2(operands: pd.DataFrame, sensitivity: pd.DataFrame) -> pd.Ser
 
 
 def _left_by_output(operands: pd.DataFrame, tensors: pd.DataFrame | None, whatif: pd.DataFrame | None) -> pd.Series:
-    """Per operand the part of its output error that MXFP8 leaves; NaN where it was not measured."""
+    """Return per operand the part of its output error that MXFP8 leaves; NaN where it was not measured."""
     nothing = pd.Series(np.nan, index=operands.index)
     if tensors is None or whatif is None:
         return nothing

@@ -102,7 +102,7 @@ class Mixture:
         )
 
     def layers(self) -> dict[tuple[str, str], dict[tuple[str, str], Row]]:
-        """By module and phase, by role and measure: the mean over ranks of `spread`."""
+        """Return, by module and phase, by role and measure, the mean over ranks of `spread`."""
         rows: dict[tuple[str, str], dict[tuple[str, str], list[Row]]] = {}
         for (module, role, phase, _, measure), row in self.spread.items():
             rows.setdefault((module, phase), {}).setdefault((role, measure), []).append(row)
@@ -116,7 +116,7 @@ class Mixture:
         return not self.spread and not self.routing
 
     def standouts(self) -> list[Standout]:
-        """Experts that are far worse than their layer's, the farthest first."""
+        """Return the experts that are far worse than their layer's, the farthest first."""
         found: list[Standout] = []
         for row in self.experts:
             values = {OUTPUT_ERROR: _ratio(row["out_e2"], row["out_ref2"]), ZEROED: _ratio(row["n_zeroed"], row["n"])}
@@ -145,7 +145,7 @@ def _ratio(above: float, below: float) -> float:
 
 
 def flipped_share(rollouts: pd.DataFrame) -> FlippedShare | None:
-    """From table `rollouts`; None where generation and training were not compared router by router."""
+    """Return it from table `rollouts`; None where generation and training were not compared router by router."""
     rows = of_one_source(rollouts.assign(stratum=rollouts["stratum"].astype(str)))
     sums = rows.groupby("stratum")[["n_tokens", "sum_d2"]].sum().to_dict("index")
     nothing = {"n_tokens": 0.0, "sum_d2": 0.0}
@@ -157,7 +157,7 @@ def flipped_share(rollouts: pd.DataFrame) -> FlippedShare | None:
 
 
 def _added(trace: Trace, table: str, names: Sequence[str], sums: Sequence[str]) -> list[Row]:
-    """One row per name, over steps and ranks; a sum that is missing throughout is NaN."""
+    """Return one row per name, over steps and ranks; a sum that is missing throughout is NaN."""
     parts = [_sums(piece, names, sums) for piece in chunks(trace.directory, table, (*names, *sums))]
     if not parts:
         return []

@@ -25,7 +25,7 @@ def gradient_ratios(
     min_half_cosine: float = MIN_HALF_COSINE,
     max_sampling_noise: float = MAX_SAMPLING_NOISE,
 ) -> pd.DataFrame:
-    """Ratios per group of a `gradients` frame: sums added over steps and ranks first, divided last.
+    """Return the ratios per group of a `gradients` frame: sums added over steps and ranks first, divided last.
 
     Columns beside the keys: `relative_l2`, `cosine`, `log2_norm_ratio`, `projection_gain`, `half_cosine`,
     `sampling_noise` and `is_withheld`: the halves disagree or the noise is of the gradient's own size, so that its
@@ -47,7 +47,10 @@ def gradient_ratios(
 
 
 def error_ratios(sums: pd.DataFrame) -> pd.DataFrame:
-    """`relative_l2`, `cosine`, `log2_norm_ratio`, `projection_gain` of added `ref2`, `err2`, `ref_err`; same index."""
+    """Return `relative_l2`, `cosine`, `log2_norm_ratio`, `projection_gain` of added `ref2`, `err2`, `ref_err`.
+
+    Same index.
+    """
     ref2, err2, ref_err = (sums[name].to_numpy(dtype=float) for name in _SUMS)
     with np.errstate(divide="ignore", invalid="ignore"):
         with_error2 = ref2 + 2.0 * ref_err + err2

@@ -49,7 +49,7 @@ class HeldVersion:
 
 
 def held_versions(trainer: Trace, rollout: Trace) -> tuple[HeldVersion, ...]:
-    """Of every module that the engine's trace has rows of; both traces may be the same one."""
+    """Return what is held of every module that the engine's trace has rows of; both traces may be the same one."""
     if not (rollout.table(WEIGHT_CODES, ("phase",))["phase"].astype(str) == Phase.ROLLOUT.value).any():
         return ()  # without reading what most traces hold: a trainer's rows alone
     rows = rollout.table(WEIGHT_CODES)
@@ -71,12 +71,12 @@ def held_versions(trainer: Trace, rollout: Trace) -> tuple[HeldVersion, ...]:
 
 
 def held_words(held: Sequence[HeldVersion]) -> str:
-    """`layers.1.q_proj holds the trainer's weights of step 7, 3 behind; ...`, of the first few."""
+    """Return `layers.1.q_proj holds the trainer's weights of step 7, 3 behind; ...`, of the first few."""
     return "; ".join(dict.fromkeys(f"{each.module} {each.detail}" for each in held[:MAX_NAMED]))
 
 
 def _by_reading(module: str, forms: _Forms, versions: list[Version]) -> dict[str, HeldVersion]:
-    """What is held if the trainer's experts are stored so, for every way in which they may be."""
+    """Return what is held if the trainer's experts are stored so, for every way in which they may be."""
     readings = dict.fromkeys(each.reading for each in versions)
     found = {
         reading: _judge(module, forms, [each for each in versions if each.reading == reading]) for reading in readings
@@ -86,7 +86,7 @@ def _by_reading(module: str, forms: _Forms, versions: list[Version]) -> dict[str
 
 
 def _agreed(found: Iterator[dict[str, HeldVersion]]) -> Counter[str]:
-    """Reading -> weights that it finds a version of, of those that can be read in several ways."""
+    """Return reading -> weights that it finds a version of, among those that can be read in several ways."""
     return Counter(
         reading for each in found if len(each) > 1 for reading, held in each.items() if held.state in (CURRENT, BEHIND)
     )
@@ -105,7 +105,7 @@ def _chosen(module: str, found: dict[str, HeldVersion], agreed: Counter[str]) ->
 
 
 def _by_worker(workers: list[tuple[int, HeldVersion]]) -> Iterator[HeldVersion]:
-    """One for the module where all workers hold the same; else each, with its rank."""
+    """Yield one for the module where all workers hold the same; else each, with its rank."""
     first = workers[0][1]
     if all(each == first for _, each in workers):
         yield first
@@ -115,7 +115,7 @@ def _by_worker(workers: list[tuple[int, HeldVersion]]) -> Iterator[HeldVersion]:
 
 
 def _not_kept(judged: list[HeldVersion], *, has_gaps: bool) -> Iterator[HeldVersion]:
-    """Where few modules hold a version that was kept, the others are not torn but of a version in between.
+    """Call a version in between what is not kept, where few modules hold a version that was.
 
     Nor are they unknown, where the trainer has steps whose weights were not kept.
     """
@@ -130,7 +130,7 @@ def _not_kept(judged: list[HeldVersion], *, has_gaps: bool) -> Iterator[HeldVers
 
 
 def _newest(group: pd.DataFrame, versions: Versions) -> _Forms:
-    """The rows of one module to be judged."""
+    """Return the rows of one module to be judged."""
     began: dict[Any, Any] = group.groupby("step")["time_ns"].min().to_dict()
     told = {step: min(versions.n_before(time_ns), LAGS) for step, time_ns in began.items()}
     newest = group[group["step"] == max(began, key=lambda step: (told[step], step))]
@@ -170,7 +170,7 @@ def _judge(module: str, forms: _Forms, versions: list[Version]) -> HeldVersion:
 
 
 def _matches(held: dict[Any, Any], versions: list[Version], now: int) -> Iterator[tuple[Version, float]]:
-    """Versions with rows in common and the share of these that are alike: the newest until `now`, then those after."""
+    """Yield versions with rows in common and the share of these that are alike: the newest until `now` first."""
     rows = {int(feature): int(digest) for feature, digest in zip(held["features"], held["hashes"], strict=True)}
     for version in sorted(versions, key=lambda each: (each.step > now, -each.step)):
         share = version.agrees(rows)

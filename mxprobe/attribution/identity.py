@@ -31,7 +31,7 @@ _NAMES = ("module", "role", "phase")
 
 
 def distinct(frame: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
-    """The rows of `tensors`, `whatif` or `blocks` with 0 for what another rank's row has counted already.
+    """Return the rows of `tensors`, `whatif` or `blocks` with 0 for what another rank's row has counted already.
 
     Unchanged where that cannot be told (a column of `PLACED` missing), and where ranks are not added (`by` has `rank`).
     """
@@ -60,7 +60,7 @@ class Copies:
 
     @classmethod
     def of(cls, trace: Trace, table: str) -> "Copies | None":
-        """None where the table is of one rank, or says nothing of parts."""
+        """Return None where the table is of one rank, or says nothing of parts."""
         lowest: tuple[dict[tuple[str, ...], int], ...] = ({}, {})
         names = (*_NAMES, "correction") if table == "whatif" else _NAMES
         frame = trace.sums(Aggregation(table, (*names, "placement", "rank")))
@@ -72,7 +72,7 @@ class Copies:
         return cls(names, lowest)
 
     def removed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The piece with 0 for what is another rank's to count, without `rank`."""
+        """Return the piece with 0 for what is another rank's to count, without `rank`."""
         result = frame.drop(columns="rank")
         for lowest, (part, columns) in zip(self._lowest, _parts(_texts(frame)), strict=True):
             least = np.array([lowest[key] for key in _part_keys(frame, self._names, part)])
@@ -90,7 +90,7 @@ def _texts(frame: pd.DataFrame) -> pd.Series:
 
 
 def _parts(placement: pd.Series) -> tuple[tuple[pd.Series, frozenset[str]], ...]:
-    """(text of the part, columns that are counted once for it): of the operand, and of the product."""
+    """Return (text of the part, columns that are counted once for it): of the operand, and of the product."""
     return (placement.str.partition(_PARTNER)[0], _OF_OPERAND), (placement, _OF_PRODUCT)
 
 

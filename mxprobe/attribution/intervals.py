@@ -26,7 +26,7 @@ class Gain:
 
 
 def gain_of(after: Array, before: Array, weights: Array, *, confidence: float = 0.95) -> Gain:
-    """Gain from per-cluster errors `after` and `before` [T] with resampling weights [T].
+    """Return the gain from per-cluster errors `after` and `before` [T] with resampling weights [T].
 
     Clusters with no error before count nothing. With fewer than two clusters the interval is the whole line.
     """
@@ -53,7 +53,7 @@ def ratio_and_half(above: Array, below: Array, weights: Array, confidence: float
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """Quantile of Student's t for 1 or more degrees of freedom; Cornish-Fisher, within 0.2 % from 4 upwards.
+    """Return the quantile of Student's t for 1 or more degrees of freedom; Cornish-Fisher, within 0.2 % from 4 upwards.
 
     For 1, 2 and 3 degrees the expansion is poor; there the closed forms, or bisection of one, are used.
     """

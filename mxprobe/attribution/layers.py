@@ -34,7 +34,7 @@ class Divergence:
 
 
 def first_divergence(layers: pd.DataFrame, *, factor: float = FACTOR) -> Divergence | None:
-    """From a `layers` frame; None where no block was seen on both sides."""
+    """Return it from a `layers` frame; None where no block was seen on both sides."""
     rows = layers[layers["comparison"].astype(str) == COMPARISON]
     if rows.empty:
         return None
@@ -59,7 +59,7 @@ def first_divergence(layers: pd.DataFrame, *, factor: float = FACTOR) -> Diverge
 
 
 def _median(rows: pd.DataFrame) -> pd.DataFrame:
-    """Per block, in the order of depth."""
+    """Return medians per block, in the order of depth."""
     by = rows.groupby("layer", observed=True)
     found = by.agg(depth=("depth", "first"), median_frac=("median_frac", "median"), eps=("eps", "max"))
     return found.sort_values("depth")

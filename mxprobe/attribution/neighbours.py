@@ -33,7 +33,7 @@ Array = npt.NDArray[np.float64]
 
 
 def bucket_ratio(code_hist: Array) -> float:
-    """Of a histogram [16] by sign * 8 + code. NaN without elements."""
+    """Return it for a histogram [16] by sign * 8 + code; NaN without elements."""
     counts = np.asarray(code_hist, dtype=float).reshape(CODE_BINS)
     half = CODE_BINS // 2
     merged = np.concatenate(([counts[0] + counts[half]], counts[1:half], counts[half + 1 :]))
@@ -45,14 +45,14 @@ def bucket_ratio(code_hist: Array) -> float:
 
 
 def bucket_ratios(tensors: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFrame:
-    """Column `bucket_ratio` per group of a `tensors` frame; rows without a histogram are left out."""
+    """Return the column `bucket_ratio` per group of a `tensors` frame; rows without a histogram are left out."""
     rows = tensors[tensors["code_hist"].notna()]
     grouped = rows.groupby(list(by), observed=True, sort=True)["code_hist"]
     return grouped.agg(lambda hists: bucket_ratio(np.stack(hists.tolist()).sum(0))).reset_index(name="bucket_ratio")
 
 
 def alignments(tensors: pd.DataFrame, modules: pd.DataFrame) -> pd.DataFrame:
-    """Columns `module`, `phase`, `role` (x_fwd, w_fwd), `alignment`, from steps in which X and W were both measured.
+    """Return `module`, `phase`, `role` (x_fwd, w_fwd), `alignment`, from steps that measured both X and W.
 
     d_in is the second dimension of a module's shape. Both tensors are the sampled ones, whose product was taken.
     """
@@ -81,7 +81,7 @@ def _is_matrix(shape: object) -> bool:
 
 
 def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFrame:
-    """`crest`, `underflow`, `underflow_crest_corr`, `coverage_*`, `sparse_*`, `transposition` per group of `blocks`.
+    """Return the ratios of `paper_columns.toml` that table `blocks` gives, per group of it.
 
     NaN where a trace of an older version does not tell, and `transposition` for all operands but w_dgrad.
     """
@@ -105,7 +105,7 @@ def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFram
 
 
 def representations(layers: pd.DataFrame) -> pd.DataFrame:
-    """Columns `module`, `snr_db`, `injected`, `propagated` per Linear of a `layers` frame, in order of the calls."""
+    """Return `module`, `snr_db`, `injected`, `propagated` per Linear of a `layers` frame, in order of the calls."""
     kinds = layers["comparison"].astype(str)
     rows = layers[kinds.isin(("injected", "propagated", "error"))].assign(kind=kinds)
     grouped = rows.groupby([rows["layer"].astype(str), "kind"], sort=False)[["ref2", "diff2"]].sum()
@@ -118,7 +118,7 @@ def representations(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def basin_cosines(replay_gradients: pd.DataFrame) -> pd.DataFrame:
-    """Columns `module`, `basin_cosine` of a `replay_gradients` frame; empty without the arm `q_weights`."""
+    """Return the columns `module`, `basin_cosine` of a `replay_gradients` frame; empty without the arm `q_weights`."""
     rows = replay_gradients[(replay_gradients["arm"].astype(str) == "q_weights").to_numpy()]
     names = ["ref2", "err2", "ref_err", "sum_grad_step", "sum_step2"]
     s = rows.groupby(rows["module"].astype(str), sort=False)[names].sum(min_count=1).astype(float)
@@ -127,8 +127,10 @@ def basin_cosines(replay_gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def relative_drift(rollouts: pd.DataFrame) -> tuple[float, float]:
-    """(X, Y): mean |p_rollout - p_train| per token in the first and in the last quarter of the steps of a `rollouts`
-    frame, all tokens of one source; NaN with fewer than `MIN_DRIFT_STEPS` steps."""
+    """Return mean |p_rollout - p_train| per token in the first and in the last quarter of a `rollouts` frame's steps.
+
+    All tokens of one source count; NaN with fewer than `MIN_DRIFT_STEPS` steps.
+    """
     rows = all_tokens(rollouts)
     steps = rows.groupby("step", sort=True)[["sum_abs_dp", "n_tokens"]].sum()
     steps = steps[steps["n_tokens"] > 0]

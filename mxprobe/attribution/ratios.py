@@ -31,7 +31,7 @@ ADDITIVE = (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS)
 
 
 def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Sums of the additive columns of a `tensors` or `whatif` frame per group; `amax` is the maximum.
+    """Return the sums of the additive columns of a `tensors` or `whatif` frame per group; `amax` is the maximum.
 
     Returns a frame with the keys as columns. A sum over nothing but missing values is NaN, not 0. What several ranks
     hold copies of is counted once where the frame says so (`identity.distinct`).
@@ -46,7 +46,7 @@ def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
-    """`totals` over all rows of a table, by the trace's engine; an empty frame where it has none.
+    """Return `totals` over all rows of a table, by the trace's engine; an empty frame where it has none.
 
     Copies on several ranks are counted once, as `identity.distinct` does: by the lowest rank that has the part at all.
     """
@@ -59,7 +59,7 @@ def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str])
 
 
 def tensor_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
-    """Ratios of the tensor error, one row per row of `sums` (columns as in the `tensors` table).
+    """Return the ratios of the tensor error, one row per row of `sums` (columns as in the `tensors` table).
 
     Columns: `nmse`, `sqnr_db`, `log2_rms`; remainder split `scale`, `deadzone`, `grid`; `on_d`, `off_d`;
     `zeroed`, `saturated`, `rest`; raw `raw_scale`, `raw_deadzone`, `raw_grid`, `raw_cross`, `cos_scale_grid`
@@ -103,7 +103,7 @@ def tensor_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
 
 
 def output_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
-    """Ratios of the GEMM-output error with this one operand quantized, one row per row of `sums`.
+    """Return the ratios of the GEMM-output error with this one operand quantized, one row per row of `sums`.
 
     Columns: `out_error` = ||output error||^2 / ||output||^2; remainder split `out_scale`, `out_deadzone`,
     `out_grid`; `out_zeroed`, `out_saturated`: the error made on such elements alone (zeroed and the rest
@@ -157,7 +157,7 @@ def _output_errors(rows: pd.DataFrame, by: list[str]) -> pd.Series:
 
 
 def realised_ratios(outputs: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Realised against predicted output error per group of an `outputs` frame.
+    """Return realised against predicted output error per group of an `outputs` frame.
 
     Columns beside the keys: `realised`, `predicted`, `residual` (all relative to ||x W^T||^2), and
     `log2_ratio` = log2(realised / predicted): inf where nothing was predicted, NaN where nothing was realised.
@@ -179,7 +179,7 @@ def realised_ratios(outputs: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def mismatch_by_step(outputs: pd.DataFrame) -> pd.Series:
-    """Step -> median over modules of |realised error in rollout - in training|, from rows of `outputs`.
+    """Return step -> median over modules of |realised error in rollout - in training|, from rows of `outputs`.
 
     Empty where one phase was not seen. Modules that do the same on both sides count with what their tokens differ
     by; the verdict's own figure (`symptom.mismatch`) takes them as 0.

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from mxprobe.schema import Role
@@ -140,25 +139,11 @@ def predicted_gains(trace: Trace) -> dict[str, float]:
 
 
 def _arms(forward: pd.DataFrame, backward: pd.DataFrame, predicted: dict[str, float]) -> list[ArmSummary]:
-    errors = {
-        str(row.arm): Estimate(float(row.error), float(row.error_low), float(row.error_high), int(row.n_microbatches))  # pyright: ignore[reportAttributeAccessIssue,reportArgumentType]
-        for row in replays.gradient_errors(backward).itertuples()
-    }
-    found: list[ArmSummary] = []
-    for row in replays.arm_effects(forward).to_dict("records"):
-        arm, n = str(row["arm"]), int(row["n_microbatches"])
-        gain = Estimate(row["gain"], row["gain_low"], row["gain_high"], n) if np.isfinite(row["gain"]) else None
-        found.append(
-            ArmSummary(
-                arm=arm,
-                kl=Estimate(row["kl"], row["kl_low"], row["kl_high"], n),
-                gain=gain,
-                predicted_gain=predicted.get(arm),
-                entropy_shift=row["entropy_shift"],
-                log_prob_shift=row["log_prob_shift"],
-                gradient_error=errors.get(arm),
-            )
-        )
+    errors = replays.gradient_errors(backward)
+    found = [
+        ArmSummary(arm, gradient_error=errors.get(arm), predicted_gain=predicted.get(arm), **vars(effect))
+        for arm, effect in replays.arm_effects(forward).items()
+    ]
     return sorted(found, key=lambda each: (each.arm != PLAIN, each.kl.value))
 
 

@@ -39,54 +39,46 @@ class Estimate:
     n: int
 
 
-def arm_effects(replays: pd.DataFrame) -> pd.DataFrame:
-    """One row per arm of a `replays` frame, in nats per token.
+@dataclass(frozen=True)
+class ArmEffect:
+    """What an arm does to the policy, in nats per token."""
 
-    Columns: `arm`, `estimator`, `n_microbatches`, `kl`, `kl_low`, `kl_high`, `gain`, `gain_low`, `gain_high` (part of
-    the plain quantizer's KL that the arm removes; NaN for `q` and for arms that round nothing, or without `q`),
-    `log_prob_shift`, `entropy_shift`.
-    """
+    kl: Estimate
+    """KL(high || arm)."""
+    gain: Estimate | None
+    """Part of the plain quantizer's KL that the arm removes; None for `q`, for arms that round nothing, without `q`."""
+    log_prob_shift: float
+    entropy_shift: float
+
+
+def arm_effects(replays: pd.DataFrame) -> dict[str, ArmEffect]:
+    """Return the effect of each arm of a `replays` frame."""
     kl, tokens = _wide(replays, "sum_kl"), _wide(replays, "n_tokens")
-    found: list[dict[str, object]] = []
+    found: dict[str, ArmEffect] = {}
     for arm in kl.columns:
         rows = replays[replays["arm"] == arm]
         n_tokens = float(rows["n_tokens"].sum())
-        own = ratio_of(kl[arm].to_numpy(float), tokens[arm].to_numpy(float))
-        gain = Estimate(np.nan, np.nan, np.nan, 0)
+        own, gain = ratio_of(kl[arm].to_numpy(float), tokens[arm].to_numpy(float)), None
         if PLAIN in kl and arm not in (PLAIN, *REFERENCES):
             left = ratio_of(kl[arm].to_numpy(float), kl[PLAIN].to_numpy(float))
-            gain = Estimate(1.0 - left.value, 1.0 - left.high, 1.0 - left.low, left.n)
-        found.append(
-            {
-                "arm": str(arm),
-                "estimator": str(rows["estimator"].iloc[0]),
-                "n_microbatches": own.n,
-                "kl": own.value,
-                "kl_low": own.low,
-                "kl_high": own.high,
-                "gain": gain.value,
-                "gain_low": gain.low,
-                "gain_high": gain.high,
-                "log_prob_shift": _per(rows["sum_log_prob_shift"], n_tokens),
-                "entropy_shift": _per(rows["sum_entropy_shift"], n_tokens),
-            }
-        )
-    names = ("arm", "estimator", "n_microbatches", "kl", "kl_low", "kl_high", "gain", "gain_low", "gain_high")
-    return pd.DataFrame(found, columns=[*names, "log_prob_shift", "entropy_shift"])
+            gain = Estimate(1.0 - left.value, 1.0 - left.high, 1.0 - left.low, own.n)
+        shifts = (_per(rows[f"sum_{name}_shift"], n_tokens) for name in ("log_prob", "entropy"))
+        found[str(arm)] = ArmEffect(own, gain if gain is not None and np.isfinite(gain.value) else None, *shifts)
+    return found
 
 
 def kl_split(replays: pd.DataFrame) -> dict[str, Estimate]:
-    """Shares of the KL by component, which sum to 1; empty where an arm of the sequence is missing."""
+    """Return the shares of the KL by component, which sum to 1; empty where an arm of the sequence is missing."""
     return _split(_wide(replays, "sum_kl"))
 
 
 def kl_structure(replays: pd.DataFrame) -> dict[str, Estimate]:
-    """KL(q) relative to each control's; of those that were replayed."""
+    """Return KL(q) relative to that of each control that was replayed."""
     return _structure(_wide(replays, "sum_kl"))
 
 
 def gradient_effects(replay_gradients: pd.DataFrame, by: Sequence[str] = ("arm", "module")) -> pd.DataFrame:
-    """`relative_l2`, `cosine`, `log2_norm_ratio`, `projection_gain` of the weight gradient per group.
+    """Return `relative_l2`, `cosine`, `log2_norm_ratio`, `projection_gain` of the weight gradient per group.
 
     Sums are added over microbatches first, divided last.
     """
@@ -94,32 +86,24 @@ def gradient_effects(replay_gradients: pd.DataFrame, by: Sequence[str] = ("arm",
     return error_ratios(grouped[["ref2", "err2", "ref_err"]].sum()).reset_index()
 
 
-def gradient_errors(replay_gradients: pd.DataFrame) -> pd.DataFrame:
-    """Per arm the mean over modules and microbatches of ||D||^2 / ||dW||^2, with its interval over microbatches.
-
-    Columns: `arm`, `n_microbatches`, `error`, `error_low`, `error_high`.
-    """
+def gradient_errors(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
+    """Return per arm the mean over modules and microbatches of ||D||^2 / ||dW||^2, with its interval."""
     wide = _wide_gradients(replay_gradients)
-    rows: list[dict[str, object]] = []
-    for arm in wide.columns:
-        each = ratio_of(wide[arm].to_numpy(float), np.ones(len(wide)))
-        values = {"error": each.value, "error_low": each.low, "error_high": each.high}
-        rows.append({"arm": str(arm), "n_microbatches": each.n, **values})
-    return pd.DataFrame(rows, columns=["arm", "n_microbatches", "error", "error_low", "error_high"])
+    return {str(arm): ratio_of(wide[arm].to_numpy(float), np.ones(len(wide))) for arm in wide.columns}
 
 
 def gradient_split(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
-    """Shares of the squared relative gradient error by component, which sum to 1."""
+    """Return the shares of the squared relative gradient error by component, which sum to 1."""
     return _split(_wide_gradients(replay_gradients))
 
 
 def gradient_structure(replay_gradients: pd.DataFrame) -> dict[str, Estimate]:
-    """Gradient error of `q` relative to each control's."""
+    """Return the gradient error of `q` relative to each control's."""
     return _structure(_wide_gradients(replay_gradients))
 
 
 def gradient_sensitivity(gradient_probes: pd.DataFrame, *, component: str = "total") -> pd.DataFrame:
-    """What each operand's error does to the weight gradients of the whole model, the largest first.
+    """Return what each operand's error does to the weight gradients of the whole model, the largest first.
 
     Columns: `module` (or a group of them), `role`, `method`, `relative_l2` = ||change of all dW|| / ||all dW||,
     `n_probes`, `n_microbatches`. Effects of operands interact: they do not add up to that of all together.
@@ -133,7 +117,7 @@ def gradient_sensitivity(gradient_probes: pd.DataFrame, *, component: str = "tot
 
 
 def ratio_of(above: Array, below: Array, *, level: float = 0.95) -> Estimate:
-    """sum(above) / sum(below) over microbatches with the t interval of the linearised ratio; NaN rows are left out."""
+    """Return sum(above) / sum(below) over microbatches with its t interval; NaN rows are left out."""
     used = np.isfinite(above) & np.isfinite(below)
     value, half, n = ratio_and_half(above[used], below[used], np.ones(int(used.sum())), level)
     return Estimate(value, value - half, value + half, n)
@@ -153,13 +137,13 @@ def _structure(wide: pd.DataFrame) -> dict[str, Estimate]:
 
 
 def _wide(replays: pd.DataFrame, value: str) -> pd.DataFrame:
-    """[microbatch, arm]"""
+    """Return the sums, [microbatch, arm]."""
     keys = [name for name in _MICROBATCH if name in replays]
     return replays.groupby([*keys, "arm"], observed=True)[value].sum().unstack("arm")
 
 
 def _wide_gradients(replay_gradients: pd.DataFrame) -> pd.DataFrame:
-    """[microbatch, arm] mean over modules of the squared relative error."""
+    """Return the mean over modules of the squared relative error, [microbatch, arm]."""
     keys = [name for name in _MICROBATCH if name in replay_gradients]
     known = replay_gradients[replay_gradients["ref2"] > 0]
     relative = known.assign(relative2=known["err2"] / known["ref2"])

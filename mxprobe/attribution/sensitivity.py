@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 
 
 def operand_sensitivity(sensitivity: pd.DataFrame, *, component: str = "total", level: float = 0.9) -> pd.DataFrame:
-    """Per operand of a `sensitivity` frame, the most sensitive first.
+    """Return a row per operand of a `sensitivity` frame, the most sensitive first.
 
     Columns: `module`, `role`, `predicted_kl` (nats per token), `delta2`, `log_prob_shift`, `entropy_shift`,
     `n_microbatches`, and `rank`, `rank_low`, `rank_high`: 1 for the largest, the interval from resampling
@@ -76,7 +76,7 @@ def _rank_intervals(
 
 
 def validity(sensitivity: pd.DataFrame, replays: pd.DataFrame) -> pd.DataFrame:
-    """Predicted against replayed KL of all operands rounded together, per replayed step, or window of old ones.
+    """Return predicted and replayed KL of all operands rounded together, per replayed step or window of old ones.
 
     Columns: `step`, `predicted_kl` (the sum over operands), `replayed_kl` (arm `q`), `ratio`, and `is_valid`: the
     ratio lies in [1/2, 2] and the replayed KL is under a tenth of a nat. Effects of operands interact, so that the

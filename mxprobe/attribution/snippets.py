@@ -32,7 +32,7 @@ class Emulated:
 
 
 def snippet_for(correction: str, where: Sequence[OperandGroup], framework: str, emulated: Emulated) -> Snippet:
-    """The snippet for a correction on the named operands.
+    """Return the snippet for a correction on the named operands.
 
     Raises:
         UsageError: unknown framework.

@@ -48,7 +48,7 @@ class EffectiveTemperature:
 
 
 def effective_temperature(rollouts: pd.DataFrame) -> EffectiveTemperature:
-    """Of all tokens of a `rollouts` frame, stratum `all`, of one source."""
+    """Return it for all tokens of a `rollouts` frame, stratum `all`, of one source."""
     rows = all_tokens(rollouts)
     steps = rows.groupby("step")[_SUMS].sum(min_count=1)
     steps = steps[steps["n_tokens"] > 0]

@@ -38,7 +38,7 @@ class UpdateVisibility:
 
 
 def update_ratios(updates: pd.DataFrame, by: Sequence[str] = ("module",)) -> pd.DataFrame:
-    """The ratios above and `relative_update` = ||dW|| / ||W|| per group of an `updates` frame, beside the keys."""
+    """Return the ratios above and `relative_update` = ||dW|| / ||W|| per group of an `updates` frame."""
     sums = updates.groupby(list(by), observed=True, sort=True)[[*_COUNTS, *_SUMS]].sum()
     value = {name: sums[name].to_numpy(dtype=float) for name in (*_COUNTS, *_SUMS)}
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -56,7 +56,7 @@ def update_ratios(updates: pd.DataFrame, by: Sequence[str] = ("module",)) -> pd.
 
 
 def update_visibility(updates: pd.DataFrame) -> UpdateVisibility | None:
-    """All modules and steps together; None where the trace holds no two neighbouring versions of a weight."""
+    """Return it for all modules and steps; None where the trace holds no two neighbouring versions of a weight."""
     if updates.empty:
         return None
     row = update_ratios(updates.assign(all=0), ("all",)).iloc[0]

@@ -35,7 +35,7 @@ class Version:
     """int64 [n]"""
 
     def agrees(self, held: dict[int, int]) -> float | None:
-        """Share of the rows in common with feature -> hash that are alike; None where there are none."""
+        """Return the share of the rows in common with feature -> hash that are alike; None where there are none."""
         rows = zip(self.features.tolist(), self.hashes.tolist(), strict=True)
         alike = [held[feature] == digest for feature, digest in rows if feature in held]
         return sum(alike) / len(alike) if alike else None
@@ -59,7 +59,7 @@ class Versions:
         return len(steps) > 0 and int(steps[-1]) - int(steps[0]) >= len(steps)
 
     def n_before(self, time_ns: int) -> int:
-        """Versions kept without a gap up to the one of that time; 0 where the one that followed it was not kept.
+        """Return how many versions were kept without a gap up to that time; 0 where the next one was not.
 
         So many lags are told one by one.
         """
@@ -71,7 +71,7 @@ class Versions:
         return place - (int(gaps[-1]) + 1 if len(gaps) else 0)
 
     def of(self, module: str) -> list[Version]:
-        """The newest first; empty where the trace has none."""
+        """Return the versions of a module, the newest first; empty where the trace has none."""
         expert = _EXPERT.fullmatch(module)
         if module in self._rows or expert is None:
             return list(self._read(module, 0))

@@ -31,7 +31,7 @@ class Audit:
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready data; numbers that are not finite as null."""
+        """Return JSON-ready data; numbers that are not finite as null."""
         return {
             "schema": JSON_SCHEMA,
             "trainer": self.trainer,

@@ -16,7 +16,7 @@ _PITFALLS = {
 
 
 def find_held(held: tuple[HeldVersion, ...]) -> tuple[Finding, ...]:
-    """What is wrong with it, by pitfall; what cannot be compared is no finding."""
+    """Return what is wrong with it, by pitfall; what cannot be compared is no finding."""
     comparable = [each for each in held if each.state != NOT_COMPARABLE]
     found: list[Finding] = []
     for state, slug in _PITFALLS.items():

@@ -37,12 +37,12 @@ class SideAudit:
 
     @property
     def quantized(self) -> bool:
-        """A known quantizer reproduces the outputs. Nothing is claimed of outputs that none reproduces."""
+        """Whether a known quantizer reproduces the outputs. Nothing is claimed of outputs that none reproduces."""
         return self.exact and self.recipe != (NONE, NONE)
 
     @property
     def unexplained(self) -> bool:
-        """Outputs far from high precision that no known recipe reproduces with the trainer's current weights."""
+        """Whether outputs are far from high precision and no recipe reproduces them with current weights."""
         return not self.exact and self.error > UNEXPLAINED_ERROR
 
     @property
@@ -51,7 +51,7 @@ class SideAudit:
 
     @property
     def words(self) -> str:
-        """`mxfp4 rceil`, `x none, W mxfp4 rceil`, `high precision`, `not known`."""
+        """Return `mxfp4 rceil`, `x none, W mxfp4 rceil`, `high precision`, `not known`."""
         if not self.exact and self.weight_lag:
             return "known, old weights"
         if not self.exact:
@@ -77,17 +77,17 @@ class ModuleAudit:
 
     @property
     def kind(self) -> str:
-        """The last part of the name: `q_proj`."""
+        """Return the last part of the name: `q_proj`."""
         return self.module.rpartition(".")[2]
 
     @property
     def sides(self) -> tuple[SideAudit, ...]:
-        """Training and rollout, as far as they were seen."""
+        """Return training and rollout, as far as they were seen."""
         return tuple(side for side in (self.train, self.rollout) if side is not None)
 
 
 def module_audits(trace: Trace) -> tuple[ModuleAudit, ...]:
-    """All modules of a trace that hold a weight GEMM, in the order of table `modules`."""
+    """Return all modules of a trace that hold a weight GEMM, in the order of table `modules`."""
     outputs = trace.outputs()
     behind = {each.module: each.lag for each in modules_behind(outputs)}
     sides = {

@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
     @property
     def both(self) -> list[tuple[ModuleAudit, SideAudit, SideAudit]]:
-        """Modules that were seen on both sides, with training and rollout."""
+        """Return the modules that were seen on both sides, with training and rollout."""
         return [(m, m.train, m.rollout) for m in self.modules if m.train is not None and m.rollout is not None]
 
 
@@ -163,7 +163,7 @@ def _one_sided(seen: Seen) -> Iterator[tuple[str, str, list[str], int]]:
 
 @finds("exclude_by_substring")
 def _substring(seen: Seen) -> Found:
-    """Modules in high precision whose names contain that of a router or head, though they are none."""
+    """Yield modules in high precision whose names contain that of a router or head, though they are none."""
     for side in SIDES:
         plain = [name for name, found in seen.on(side) if _is_plain(found)]
         quantized = [name for name, found in seen.on(side) if found.quantized]
@@ -176,7 +176,7 @@ def _substring(seen: Seen) -> Found:
 
 @finds("mixed_recipes")
 def _mixed(seen: Seen) -> Found:
-    """Recipes that a minority of modules follows; routers and heads have findings of their own."""
+    """Yield recipes that a minority of modules follows; routers and heads have findings of their own."""
     both = {m.module for m, train, rollout in seen.both if train.recipe == rollout.recipe}
     for side in SIDES:
         known = [
@@ -208,7 +208,7 @@ def _partial(seen: Seen) -> Found:
 
 
 def _lagging(seen: Seen) -> tuple[dict[str, int], int]:
-    """Module -> steps that its rollout is behind; and how many modules there are whose weights are known."""
+    """Return module -> steps that its rollout is behind, and how many modules there are whose weights are known."""
     known = {name: found.weight_lag for name, found in seen.on("rollout") if found.weight_lag is not None}
     return {name: lag for name, lag in known.items() if lag > 0}, len(known)
 
@@ -222,7 +222,7 @@ _REORDERED = ("reordered", "transposed")
 
 
 def _lost_weights(seen: Seen) -> dict[str, Event]:
-    """Module -> the last event about the weights of its rollout, where these are not a version of the trainer's."""
+    """Return module -> the last event on its rollout's weights, where these are no version of the trainer's."""
     last = {event.subject: event for _, event in events_of(seen.events, WEIGHT_SYNC)}
     return {module: event for module, event in last.items() if event.state in (*_REORDERED, "unknown")}
 

@@ -31,7 +31,7 @@ def events_of(rows: pd.DataFrame, kind: str) -> Iterator[tuple[int, Event]]:
 
 
 def with_facts(rows: Any) -> Any:
-    """The rows of `events`, a `pa.Table`, with the facts that an old version left to the words."""
+    """Return the rows of `events`, a `pa.Table`, with the facts that an old version left to the words."""
     if not {*_FACTS, "kind", "detail"} <= set(rows.column_names) or not rows.column("subject").null_count:
         return rows
     columns = {name: rows.column(name).to_pylist() for name in (*_FACTS, "kind", "detail")}
@@ -70,7 +70,7 @@ def _pattern(kind: str, state: str) -> re.Pattern[str]:
 
 
 def _number(name: str, text: str) -> Any:
-    """The value that a field of the words spells: a number unless it is a hash or a name."""
+    """Return the value that a field of the words spells: a number unless it is a hash or a name."""
     if "codes" in name or not _NUMBER.fullmatch(text):
         return text
     return int(text) if text.isdecimal() else float(text)
