@@ -23,7 +23,7 @@ from torch import nn
 
 from mxprobe.agent import allocator
 from mxprobe.agent.allocator import Held
-from mxprobe.events import Event
+from mxprobe.events import Event, Tell
 
 HOST_BYTES = 1 << 30
 RESERVED = 1 / 8
@@ -53,7 +53,7 @@ AnyProbe = TypeVar("AnyProbe", bound=Probe)
 class DeviceMemory:
     """`settle` once the model is known, `choose` before a probed step; `take` and `hold` from any thread."""
 
-    def __init__(self, max_gpu_bytes: int, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, max_gpu_bytes: int, tell: Tell) -> None:
         """`max_gpu_bytes`: 0 for no limit."""
         self.where = torch.device("cpu")
         self.device = "cpu"

@@ -70,7 +70,7 @@ class RunTrace:
         self._refused: dict[int, dict[str, Any]] = {}
         self._partitions: dict[int, int] = {}
         self._writer: TraceWriter | None = None
-        self._gone: dict[int, tuple[float, int, str]] = {}
+        self._gone: dict[int, tuple[float, int, Event]] = {}
         """Rank that is gone without a word -> when (monotonic), its last step, and what is to be said of it."""
         self.lost: list[str] = []
         """In words, the ranks that others have outlived."""

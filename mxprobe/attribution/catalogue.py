@@ -8,6 +8,7 @@ import math
 import tomllib
 from collections.abc import Iterator
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,7 +26,7 @@ NO_REPLAY = "no replay in this trace: attach with --replay-every N"
 OLDER = "this trace was made by an older version"
 PLACE = ("module", "role", "phase")
 DEFINITIONS: dict[str, dict[str, str]] = tomllib.loads(
-    (files(__package__) / "paper_columns.toml").read_text(encoding="utf-8")
+    (files("mxprobe.attribution") / "paper_columns.toml").read_text(encoding="utf-8")
 )
 """Column -> `definition`, `unit`, `source`."""
 
@@ -34,8 +35,7 @@ def catalogue(trace: Trace) -> tuple[PaperColumn, ...]:
     """Return all columns in the order of `DEFINITIONS`."""
     found = dict(_found(trace))
     return tuple(
-        _summary(name, *found[name]) if name in found else PaperColumn(name, **words, withheld=OLDER)
-        for name, words in DEFINITIONS.items()
+        _summary(name, *found[name]) if name in found else _column(name, withheld=OLDER) for name in DEFINITIONS
     )
 
 
@@ -120,11 +120,15 @@ def _one(place: str, value: float) -> pd.DataFrame:
     return pd.DataFrame({"place": [place] if known else [], "value": [float(value)] if known else []})
 
 
-def _summary(name: str, rows: pd.DataFrame, why: str) -> PaperColumn:
+def _column(name: str, **values: Any) -> PaperColumn:
     words = DEFINITIONS[name]
+    return PaperColumn(name, words["definition"], words["source"], words["unit"], **values)
+
+
+def _summary(name: str, rows: pd.DataFrame, why: str) -> PaperColumn:
     if rows.empty:
-        return PaperColumn(name, **words, withheld=why)
+        return _column(name, withheld=why)
     value = rows["value"].to_numpy(dtype=float)
     low, median, high = (float(q) for q in np.quantile(value, (0.1, 0.5, 0.9)))
     largest = str(rows["place"].iloc[int(value.argmax())])
-    return PaperColumn(name, **words, median=median, low=low, high=high, n=len(value), largest=largest)
+    return _column(name, median=median, low=low, high=high, n=len(value), largest=largest)

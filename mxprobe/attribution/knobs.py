@@ -42,7 +42,7 @@ def knob_for(framework: str, correction: Correction, kinds: Sequence[str]) -> tu
 @cache
 def _knobs() -> dict[str, dict[str, dict[str, str]]]:
     """Return framework -> correction -> `language` and `text`."""
-    return tomllib.loads((files(__package__) / "knobs.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((files("mxprobe.attribution") / "knobs.toml").read_text(encoding="utf-8"))
 
 
 def _patterns(framework: str, kinds: Sequence[str]) -> str:

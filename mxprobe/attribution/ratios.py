@@ -120,7 +120,7 @@ def output_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
     )
 
 
-def output_parts(sums: Mapping[str, Any]) -> dict[str, Any]:
+def output_parts(sums: pd.DataFrame | Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of ||output error||^2 by name, `SHARES`, from sums of any shape by the names of `OUTPUT_SUMS`.
 
     `scale`, `deadzone` and `grid` sum to the whole: the cross term of the last two is shared equally.

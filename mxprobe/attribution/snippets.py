@@ -87,7 +87,9 @@ def _comment(text: str) -> str:
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
     """Return the template of that name in `snippet_templates` with its values."""
-    return _fill((files(__package__) / "snippet_templates" / f"{template}.txt").read_text(encoding="utf-8"), values)
+    return _fill(
+        (files("mxprobe.attribution") / "snippet_templates" / f"{template}.txt").read_text(encoding="utf-8"), values
+    )
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ class Finding:
 
 
 def _read() -> dict[str, Pitfall]:
-    text = files(__package__).joinpath("pitfalls.toml").read_text(encoding="utf-8")
+    text = (files("mxprobe.audit") / "pitfalls.toml").read_text(encoding="utf-8")
     return {slug: Pitfall(slug, **words) for slug, words in tomllib.loads(text).items()}
 
 

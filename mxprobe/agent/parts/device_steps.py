@@ -19,7 +19,7 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.part import Job, Part
-from mxprobe.events import Event
+from mxprobe.events import Event, Tell
 
 KEPT = 256
 """Steps of each kind."""
@@ -38,9 +38,7 @@ class StepTimes(NamedTuple):
 class DeviceSteps(Part):
     name = "device steps"
 
-    def __init__(
-        self, clock: Clock, tell: Callable[[str, str], None], new_event: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, clock: Clock, tell: Tell, new_event: Callable[[], Any] | None = None) -> None:
         """`new_event`: makes an event that has `record`, `query` and `elapsed_time`; found by the model's device."""
         self._clock = clock
         self._tell = tell

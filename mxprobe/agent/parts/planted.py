@@ -19,7 +19,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import Job, Part
 from mxprobe.agent.probes.module_probe import ModuleProbe
-from mxprobe.events import Event
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.adapter import Reading, held
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain
 
@@ -44,7 +44,7 @@ class PlantedOps(Part):
         self,
         clock: Clock,
         guard: Guard,
-        tell: Callable[[str, str], None],
+        tell: Tell,
         probes: Callable[[], Iterable[ModuleProbe]],
     ) -> None:
         self.is_on = False

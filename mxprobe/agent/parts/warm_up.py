@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from mxprobe.agent.part import Part
 from mxprobe.agent.worker import Worker
-from mxprobe.events import Event
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
@@ -33,7 +33,7 @@ VOCABULARIES = (4096, 4097)
 class WarmUp(Part):
     name = "kernels"
 
-    def __init__(self, worker: Worker, config: AgentConfig, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, worker: Worker, config: AgentConfig, tell: Tell) -> None:
         self.took_ms: float | None = None
         """None where nothing is compiled, or is not yet."""
         self.where = ""
