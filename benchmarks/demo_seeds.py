@@ -1,4 +1,4 @@
-"""Does following the demo's advice do what was foretold? The demo with planted outliers, over seeds.
+"""Does following the demo's advice do what was predicted? The demo with planted outliers, over seeds.
 
     python benchmarks/demo_seeds.py [--seeds 10] [--first 0] [--jobs 1] [--results FILE]
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mxprobe.attribution import recommend
-from mxprobe.demo.loop import DOWN, UP, Replay, foretell, mismatch_of
 from mxprobe.demo.runner import DemoPaths, Scenario, read_steps, record, replay
+from mxprobe.demo.second_run import DOWN, UP, Replay, mismatch_of, predict
 from mxprobe.trace import open_trace
 
 SCENARIO = Scenario.OUTLIERS
@@ -30,7 +30,7 @@ LAST_STEPS = 25
 
 
 def run_seed(seed: int, directory: Path) -> dict[str, Any]:
-    """What was measured; the prediction follows from it, see `mxprobe.demo.loop`."""
+    """What was measured; the prediction follows from it, see `mxprobe.demo.second_run`."""
     paths = DemoPaths(directory)
     paths.second.directory.mkdir(parents=True)
     record(SCENARIO, paths, seed=seed, on_attached=lambda pid: None, on_step=lambda step: None)
@@ -95,10 +95,10 @@ def main() -> None:
             print(f"| {each['seed']} | {each['verdict']} | - | - | - | - |")
             continue
         cells = []
-        for foretold in foretell(Replay(**each["first"]), Replay(**each["second"]), tuple(each["mismatch"])):
-            outcomes.setdefault(foretold.measure, []).append(foretold.moved)
-            predicted = f"{foretold.predicted:.2g} [{foretold.low:.2g}, {foretold.high:.2g}]"
-            cells.append(f"{foretold.before:.2g}, {predicted}, {foretold.after:.2g}: {foretold.moved}")
+        for prediction in predict(Replay(**each["first"]), Replay(**each["second"]), tuple(each["mismatch"])):
+            outcomes.setdefault(prediction.measure, []).append(prediction.outcome)
+            predicted = f"{prediction.predicted:.2g} [{prediction.low:.2g}, {prediction.high:.2g}]"
+            cells.append(f"{prediction.before:.2g}, {predicted}, {prediction.after:.2g}: {prediction.outcome}")
         levels = [f"{each[name][0]:.3f}, {each[name][1]:.3f}" for name in ("reward", "entropy")]
         print(f"| {each['seed']} | {', '.join(each['chosen'])} | {' | '.join([*cells, *levels])} |")
     print()

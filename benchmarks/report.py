@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from mxprobe.schema import CODE_BINS, DELTA_BINS, SCHEMA_VERSION, TABLES, Phase, Role
 from mxprobe.trace import layout
 from mxprobe.trace.arrow import ROWS_PER_PIECE, columns_of, table_schema
-from mxprobe_kernels.formats import DEFAULT_WHATIFS
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
 KINDS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),

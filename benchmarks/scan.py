@@ -29,7 +29,8 @@ PARAMETERS_PER_SHARD = 500_000_000
 _SCAN = """
 import re, sys, time
 from pathlib import Path
-from mxprobe.scan import ScanSettings, scan
+from mxprobe.scan.scanner import scan
+from mxprobe.scan.settings import ScanSettings
 started, busy = time.perf_counter(), time.process_time()
 settings = ScanSettings() if sys.argv[3] == "whatif" else ScanSettings(whatifs=())
 result = scan(Path(sys.argv[1]), Path(sys.argv[2]), settings)
@@ -60,7 +61,7 @@ def write_checkpoint(directory: Path, n_parameters: int, dtype: torch.dtype) -> 
 
 def kernel_speed(dtype: torch.dtype, seconds: float = 5.0) -> tuple[float, float]:
     """Elements of `decompose` per second and per second of processor time, both directions, as the scan has it."""
-    from mxprobe.scan.measure import SLAB_ELEMENTS
+    from mxprobe.scan.weight_error import SLAB_ELEMENTS
     from mxprobe_kernels import decompose
 
     x = (torch.randn(SLAB_ELEMENTS // WIDTH, WIDTH) * 0.02).to(dtype)

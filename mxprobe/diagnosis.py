@@ -18,7 +18,7 @@ from mxprobe.attribution.gaussian import gaussian_reference
 from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.attribution.thresholds import Thresholds
 from mxprobe.schema import Component, Rule
-from mxprobe_kernels.formats import CHANNEL_WHATIFS, DEFAULT_WHATIFS
+from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, DEFAULT_WHATIFS
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ NONE, UNDECIDED = "none", "undecided"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found. Shows itself as a table in a notebook, and in words when printed."""
+    """The result of `diagnose`. Shows itself as a table in a notebook, and in words when printed."""
 
     rule: str
     shape: tuple[int, ...]
@@ -38,14 +38,14 @@ class Diagnosis:
     """||Q(x) - x||^2 / ||x||^2"""
     sqnr_db: float
     gaussian_sqnr_db: float
-    """Of a Gaussian tensor of the same rms."""
+    """The SQNR that a Gaussian tensor of the same rms would have."""
     zero_frac: float
     gaussian_zero_frac: float
     component: Component
     shares: dict[str, float]
     """Remainder split `scale` + `deadzone` + `grid` = 1, and the realised split's `zeroed` and `saturated`."""
     correction: str
-    """What to enable; `none` where nothing is needed, `undecided` where several are as good at different cost."""
+    """The correction to enable; `none` if nothing is needed, `undecided` if several are as good at different cost."""
     candidates: tuple[str, ...]
     """The corrections it is undecided between, the favourite first; the one named; or none."""
     whatifs: pd.DataFrame

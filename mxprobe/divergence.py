@@ -39,7 +39,7 @@ class Sketches:
     tokens: str
     """Digest of the token ids."""
     eps: float
-    """Of the stream's dtype."""
+    """Machine epsilon of the stream's dtype."""
 
     def save(self, path: str | Path) -> None:
         """Write a compressed `.npz` without pickles."""
@@ -85,7 +85,9 @@ def load(path: str | Path) -> Sketches:
 def first_divergence(
     a: Sketches, b: Sketches, *, floor: Sketches | None = None, factor: float = FACTOR
 ) -> Divergence | None:
-    """The first block of a that b leaves by more than the floor; `layer` is None where none is. None without blocks.
+    """Return the first block of a that b leaves by more than the floor; None without blocks.
+
+    `layer` is None where no block is left.
 
     floor: a again, its batch put together otherwise. Without it the floor is the rounding of the stream's dtype alone.
     UsageError where they are not of the same tokens.

@@ -1,4 +1,4 @@
-"""What a rollout engine holds and says, asked by its own remote calls: no attach, no hook, no permission to trace.
+"""Asks a rollout engine by its own remote calls what it holds and says: no attach, no hook, no permission to trace.
 
     llm = vllm.LLM(..., worker_extension_cls="mxprobe.engines.WorkerExtension")
     record_weights(llm.collective_rpc("mxprobe_held_weights"), "rollout.mxprobe")
@@ -30,7 +30,7 @@ SOURCE = "prompt log-probabilities"
 
 
 def held_weights(model: nn.Module) -> list[Row]:
-    """Hashes of what the weights of an engine's model are now: rows of table `weight_codes`, `step` 0.
+    """Return hashes of what the weights of an engine's model are now: rows of table `weight_codes`, `step` 0.
 
     Also to be given to `LLM.apply_model`. Some rows of each weight are copied to the host, one weight after another.
     """
@@ -50,7 +50,7 @@ class WorkerExtension:
     """Methods of every vLLM worker, as `worker_extension_cls`; called by `collective_rpc`."""
 
     def mxprobe_held_weights(self: Any) -> list[Row]:
-        """`held_weights` of the worker's model."""
+        """Return `held_weights` of the worker's model."""
         return held_weights(self.get_model())
 
     def mxprobe_listen(self: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def record_weights(answers: Sequence[Sequence[Row]], out: str | Path, *, step: i
 
 
 def prompt_log_probs(output: Any) -> list[float]:
-    """Log-probability of every token of a request's prompt but the first, as the engine's prefill computes it.
+    """Return the log-probabilities of a request's prompt from its second token on, by the engine's prefill.
 
     `output`: a `RequestOutput` of vLLM asked with `prompt_logprobs=0`, or a result of SGLang's `Engine.generate` with
     `return_logprob=True, logprob_start_len=0`.

@@ -1,20 +1,19 @@
 """Canonical metric names, and which key of which framework means which of them.
 
 Frameworks log the same quantity under different names, and different quantities under the same name; so each
-alias names its estimator too. Keys that no alias covers stay in the trace with an empty `metric`.
+alias names its estimator too. Keys that no alias covers stay in the trace with an empty `metric`. The tables are in
+`metrics.toml`.
 
 A value that was NaN is a row with NaN; a value that was missing is no row. Reading that difference is up to whoever
 reads: `isna` on rows, absence on steps.
 """
 
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
-
-from mxprobe.metric_aliases import ALIASES, LOGGERS, PATTERNS
-from mxprobe.metric_aliases import ESTIMATORS as ESTIMATORS
-from mxprobe.metric_aliases import Alias as Alias
 
 OWN = "mxprobe"
 """`framework` of the rows that the agent measured itself."""
@@ -24,87 +23,58 @@ OWN = "mxprobe"
 class Metric:
     """A canonical training metric."""
 
-    name: str
     unit: str
-    """`nats`, `1` for pure numbers, `frac` for shares in [0, 1], `tokens`, `s`."""
     description: str
 
 
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric("reward_mean", "1", "mean reward of the completions, all reward functions together"),
-        Metric("reward_std", "1", "standard deviation of the reward over the completions"),
-        Metric("reward_max", "1", "largest reward of a completion"),
-        Metric("reward_min", "1", "smallest reward of a completion"),
-        Metric("reward_group_std", "1", "standard deviation of the reward within a prompt's group, mean over groups"),
-        Metric("reward_shaped_mean", "1", "mean reward as the advantage sees it: after penalties and normalization"),
-        Metric("reward_function_mean", "1", "mean of one reward function; the raw key names it"),
-        Metric("reward_function_std", "1", "standard deviation of one reward function; the raw key names it"),
-        Metric("dead_groups", "frac", "prompt groups whose rewards are all equal: no advantage, no gradient"),
-        Metric("dead_groups_count", "groups", "number of such groups"),
-        Metric("groups_kept", "%", "prompt groups that dynamic filtering kept"),
-        Metric("entropy", "nats", "policy entropy per generated token"),
-        Metric("entropy_coef", "1", "weight of the entropy bonus"),
-        Metric("kl_ref", "nats", "KL divergence of the policy to the reference model, per token"),
-        Metric("kl_ref_max", "nats", "largest |KL| term of a sequence's tokens, mean over sequences"),
-        Metric("kl_coef", "1", "weight of the KL term"),
-        Metric("kl_update", "nats", "KL divergence of the policy over one update, per token"),
-        Metric("update_ratio_mean", "1", "probability ratio of updated to old policy, mean"),
-        Metric("update_ratio_min", "1", "probability ratio of updated to old policy, minimum"),
-        Metric("update_ratio_max", "1", "probability ratio of updated to old policy, maximum"),
-        Metric("mismatch_kl", "nats", "KL(rollout engine || trainer) per sampled token"),
-        Metric("mismatch_kl_max", "nats", "the same, largest token"),
-        Metric("mismatch_kl_reverse", "nats", "KL(trainer || rollout engine) per sampled token"),
-        Metric("mismatch_kl_kept", "nats", "KL(rollout engine || trainer) of the tokens that took part in the update"),
-        Metric("mismatch_kl_filtered", "nats", "KL(rollout engine || trainer) of the tokens that were masked out"),
-        Metric("mismatch_js", "nats", "divergence of rollout engine and trainer, symmetric"),
-        Metric("mismatch_chi2", "1", "chi-squared divergence of trainer from rollout engine"),
-        Metric("mismatch_ess", "frac", "effective sample size of the importance weights"),
-        Metric("mismatch_logp_abs_mean", "nats", "|log-probability by the rollout engine - by the trainer|, mean"),
-        Metric("mismatch_logp_abs_max", "nats", "|log-probability by the rollout engine - by the trainer|, maximum"),
-        Metric("mismatch_logp_abs_min", "nats", "|log-probability by the rollout engine - by the trainer|, minimum"),
-        Metric("mismatch_logp_abs_std", "nats", "|log-probability by the rollout engine - by the trainer|, deviation"),
-        Metric("mismatch_multiplicative", "1", "probability by one side over probability by the other, larger first"),
-        Metric("mismatch_prob_diff_mean", "1", "|probability by the rollout engine - by the trainer|, mean"),
-        Metric("mismatch_prob_diff_max", "1", "|probability by the rollout engine - by the trainer|, maximum"),
-        Metric("mismatch_prob_diff_std", "1", "|probability by the rollout engine - by the trainer|, deviation"),
-        Metric("mismatch_pearson", "1", "correlation of the probabilities by rollout engine and trainer"),
-        Metric("mismatch_ratio_min", "1", "importance ratio of trainer to rollout engine, minimum"),
-        Metric("mismatch_ratio_mean", "1", "importance ratio of trainer to rollout engine, mean"),
-        Metric("mismatch_ratio_max", "1", "importance ratio of trainer to rollout engine, maximum"),
-        Metric("mismatch_ratio_std", "1", "importance ratio of trainer to rollout engine, deviation"),
-        Metric("mismatch_ratio_deviation", "1", "|importance ratio of trainer to rollout engine - 1|, mean"),
-        Metric("mismatch_clipped", "frac", "tokens whose importance weight was cut off"),
-        Metric("mismatch_false_clip", "frac", "tokens whose gradient the mismatch alone would clip away"),
-        Metric("mismatch_filtered", "frac", "tokens or sequences masked out for their importance ratio"),
-        Metric("mismatch_filtered_low", "frac", "tokens masked out for a low ratio"),
-        Metric("mismatch_filtered_high", "frac", "tokens masked out for a high ratio"),
-        Metric("clip_ratio", "frac", "tokens whose update was clipped, on either side"),
-        Metric("clip_ratio_low", "frac", "tokens clipped on the low side"),
-        Metric("clip_ratio_high", "frac", "tokens clipped on the high side"),
-        Metric("clip_ratio_dual", "frac", "tokens of negative advantage at the second bound of dual clipping"),
-        Metric("length_mean", "tokens", "completion length, mean"),
-        Metric("length_min", "tokens", "completion length, minimum"),
-        Metric("length_max", "tokens", "completion length, maximum"),
-        Metric("length_padded", "tokens", "completion length that the batch is padded to"),
-        Metric("length_terminated_mean", "tokens", "length of the completions that ended by themselves, mean"),
-        Metric("length_terminated_min", "tokens", "length of the completions that ended by themselves, minimum"),
-        Metric("length_terminated_max", "tokens", "length of the completions that ended by themselves, maximum"),
-        Metric("truncated", "frac", "completions cut at the length limit"),
-        Metric("grad_norm", "1", "global gradient norm before clipping"),
-        Metric("loss", "1", "training loss"),
-        Metric("policy_loss", "1", "policy part of the loss, without the entropy bonus"),
-        Metric("router_aux_loss", "1", "load-balancing loss of a mixture of experts"),
-        Metric("router_max_violation", "1", "load of the busiest expert over its fair share, less one"),
-        Metric("router_confidence", "1", "probability that the router gives to the experts it chose"),
-        Metric("learning_rate", "1", "learning rate of the first parameter group"),
-        Metric("epoch", "1", "passes over the training data"),
-        Metric("tokens_seen", "tokens", "input tokens seen since the start"),
-        Metric("step_time", "s", "wall time of one training step"),
-        Metric("train_runtime", "s", "wall time of the whole training, logged once at its end"),
-    )
+@dataclass(frozen=True)
+class Alias:
+    """A framework's key for a canonical metric and the estimator behind it."""
+
+    metric: str
+    estimator: str = ""
+
+
+_TABLES: dict[str, Any] = tomllib.loads((files("mxprobe") / "metrics.toml").read_text(encoding="utf-8"))
+
+
+def _aliases(table: Mapping[str, str]) -> dict[str, Alias]:
+    return {key: Alias(*meaning.split(": ")) for key, meaning in table.items()}
+
+
+def _with_base(framework: str) -> tuple[str, ...]:
+    """Return the framework whose keys it takes over, if any, and itself."""
+    base = _TABLES["extends"].get(framework)
+    return (framework,) if base is None else (base, framework)
+
+
+def _patterns(framework: str) -> list[tuple[re.Pattern[str], Alias]]:
+    tables: list[dict[str, Any]] = [_TABLES["patterns"].get(name, {}) for name in _with_base(framework)]
+    return [
+        (re.compile(table.get("prefix", "") + key), alias)
+        for table in tables
+        for key, alias in _aliases(table.get("keys", {})).items()
+    ]
+
+
+METRICS: dict[str, Metric] = {name: Metric(*about) for name, about in _TABLES["metrics"].items()}
+
+LOGGERS: tuple[str, ...] = tuple(_TABLES["loggers"])
+"""Scripts of their own log to these, which are preferred in this order."""
+
+ALIASES: dict[str, dict[str, Alias]] = {
+    framework: {
+        key: alias for name in _with_base(framework) for key, alias in _aliases(_TABLES["aliases"][name]).items()
+    }
+    for framework in _TABLES["aliases"]
+} | {
+    name: _aliases(_TABLES["logged"] | {f"train/{key}": to for key, to in _TABLES["logged"].items()})
+    for name in LOGGERS
 }
+"""Framework or logger -> key -> what it means."""
+
+PATTERNS: dict[str, list[tuple[re.Pattern[str], Alias]]] = {name: _patterns(name) for name in _TABLES["aliases"]}
+"""Framework -> patterns of whole keys and what they mean, asked after `ALIASES`."""
 
 # `eval_loss`, `eval/...`, `eval-rollout/...`, `val-core/...`, `validation/...`: only where the key begins so, since a
 # reward function may be called anything.
@@ -112,12 +82,12 @@ _EVALUATION = re.compile(r"(?:eval|evaluation|val|valid|validation|test)(?:[-_/]
 
 
 def is_evaluation(raw_key: str) -> bool:
-    """True for keys of evaluation: they never mean a training metric."""
+    """Return whether a key is one of evaluation, which never means a training metric."""
     return _EVALUATION.fullmatch(raw_key) is not None
 
 
 def resolve(framework: str, raw_key: str) -> Alias | None:
-    """The canonical meaning of a key, or None; always None for keys of evaluation."""
+    """Return the canonical meaning of a key, or None; always None for keys of evaluation."""
     if is_evaluation(raw_key):
         return None
     alias = ALIASES.get(framework, {}).get(raw_key)
@@ -149,7 +119,7 @@ def canonicalize(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a trace: what one sink logged under one key."""
+    """One line of a trace: the values that one sink logged under one key."""
 
     source: str
     framework: str
@@ -157,7 +127,7 @@ class Series:
 
 
 def preferred(series: Iterable[Series]) -> Series | None:
-    """Of several series that mean the same metric, the one to show; None of none.
+    """Return the one to show of several series that mean the same metric; None if there are none.
 
     Two keys of a framework may mean one metric by two estimators, and a script may write one number to two loggers:
     they are alternatives, not samples to be averaged. Frameworks come before loggers and those before measurements of
@@ -171,28 +141,3 @@ def preferred(series: Iterable[Series]) -> Series | None:
         return kind, position, one.source, one.raw_key
 
     return min(series, key=rank, default=None)
-
-
-@dataclass(frozen=True)
-class Caveat:
-    """What a reader of a key must know, for versions of a framework up to and including `until`."""
-
-    framework: str
-    raw_key: str
-    until: tuple[int, ...]
-    text: str
-
-
-CAVEATS: tuple[Caveat, ...] = (
-    Caveat("verl", "actor/entropy", (0, 4, 0), "wrong under dynamic batching in verl up to 0.4.0 (JustRL issue 5)"),
-)
-
-
-def caveats(framework: str, version: str, raw_key: str) -> list[str]:
-    """What is known to be wrong with this key in this version. An unreadable version counts as the newest."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    return [
-        caveat.text
-        for caveat in CAVEATS
-        if (caveat.framework, caveat.raw_key) == (framework, raw_key) and numbers and numbers <= caveat.until
-    ]

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Optional
 
 from mxprobe.schema import DEFAULT_ARMS
-from mxprobe_kernels.formats import CHANNEL_WHATIFS, DEFAULT_WHATIFS
+from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, DEFAULT_WHATIFS
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024

@@ -4,13 +4,13 @@ Standard library only and Python 3.9 syntax: the agent ships this file. Arrow ty
 `mxprobe.trace`, from the type names used here.
 """
 
-from enum import Enum
 from typing import Any
 
 from mxprobe_kernels.columns import CODE_BINS as CODE_BINS
 from mxprobe_kernels.columns import COUNTS as COUNTS
 from mxprobe_kernels.columns import DELTA_BINS as DELTA_BINS
 from mxprobe_kernels.columns import ENERGY_SUMS as ENERGY_SUMS
+from mxprobe_kernels.formats import Name
 from mxprobe_kernels.formats import Rule as Rule
 
 SCHEMA_VERSION = 1
@@ -19,7 +19,7 @@ SCHEMA_MINOR = 2
 """Counts additions that an older reader can ignore: a table, a column, a value of an enumeration. See docs/trace.md."""
 
 
-class Role(str, Enum):
+class Role(Name):
     """A GEMM operand, named by tensor and by the GEMM that consumes it."""
 
     X_FWD = "x_fwd"
@@ -29,20 +29,14 @@ class Role(str, Enum):
     G_WGRAD = "g_wgrad"
     X_WGRAD = "x_wgrad"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Phase(str, Enum):
+class Phase(Name):
     TRAIN = "train"
     ROLLOUT = "rollout"
     EVAL = "eval"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Component(str, Enum):
+class Component(Name):
     SCALE = "scale"
     DEADZONE = "deadzone"
     GRID = "grid"
@@ -50,11 +44,8 @@ class Component(str, Enum):
     MIXED = "mixed"
     NONE = "none"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Verdict(str, Enum):
+class Verdict(Name):
     """The outcome of `recommend`. `PLAIN_WORDS` gives the sentence a person reads."""
 
     NOTHING_QUANTIZED = "nothing_quantized"
@@ -64,9 +55,6 @@ class Verdict(str, Enum):
     ENABLE = "enable"
     UNDECIDED = "undecided"
     KEEP_HIGH_PRECISION = "keep_high_precision"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 PLAIN_WORDS: dict[Verdict, str] = {
@@ -87,7 +75,7 @@ TableRow = tuple[str, Row]
 COMPONENTS = ("total", "scale", "deadzone", "grid")
 """Values of column `component` where an error is split: the whole, and its parts."""
 ENGINES = ("arrow", "duckdb", "ray")
-"""What large tables are summed with: see mxprobe.trace.aggregation."""
+"""What large tables are summed with: see mxprobe.trace.summing."""
 
 WEIGHT_CODES = "weight_codes"
 """Table of hashes of weights. Its column `form` has the values below."""

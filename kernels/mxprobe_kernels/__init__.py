@@ -15,42 +15,34 @@ if TYPE_CHECKING:
     from mxprobe_kernels.custom_op import warm_up as warm_up
     from mxprobe_kernels.decomposition import Decomposition as Decomposition
     from mxprobe_kernels.frontend import decompose as decompose
-    from mxprobe_kernels.frontend import error_fields as error_fields
     from mxprobe_kernels.frontend import lite as lite
-    from mxprobe_kernels.frontend import quantize_dequantize as quantize_dequantize
     from mxprobe_kernels.grouped import GroupedDecomposition as GroupedDecomposition
     from mxprobe_kernels.grouped import decompose_grouped as decompose_grouped
     from mxprobe_kernels.policy import exact_kl as exact_kl
     from mxprobe_kernels.policy import token_statistics as token_statistics
+    from mxprobe_kernels.quantizer import quantize_dequantize as quantize_dequantize
     from mxprobe_kernels.torch_backend import ErrorFields as ErrorFields
-    from mxprobe_kernels.weight_codes import CHANGE_COLUMNS as CHANGE_COLUMNS
-    from mxprobe_kernels.weight_codes import code_changes as code_changes
+    from mxprobe_kernels.torch_backend import error_fields as error_fields
     from mxprobe_kernels.weight_codes import code_hash as code_hash
     from mxprobe_kernels.weight_codes import row_sketch as row_sketch
     from mxprobe_kernels.whatif import WHATIF_COLUMNS as WHATIF_COLUMNS
     from mxprobe_kernels.whatif import correction_errors as correction_errors
 
 _HOME = {
-    "CHANGE_COLUMNS": "weight_codes",
-    "Decomposition": "decomposition",
-    "WHATIF_COLUMNS": "whatif",
-    "correction_errors": "whatif",
-    "GroupedDecomposition": "grouped",
-    "ErrorFields": "torch_backend",
-    "accumulate": "custom_op",
-    "apply_correction": "corrections",
-    "code_changes": "weight_codes",
-    "code_hash": "weight_codes",
-    "decompose": "frontend",
-    "decompose_grouped": "grouped",
-    "error_fields": "frontend",
-    "exact_kl": "policy",
-    "lite": "frontend",
-    "new_slots": "custom_op",
-    "quantize_dequantize": "frontend",
-    "row_sketch": "weight_codes",
-    "token_statistics": "policy",
-    "warm_up": "custom_op",
+    name: module
+    for module, names in {
+        "corrections": ("apply_correction",),
+        "custom_op": ("accumulate", "new_slots", "warm_up"),
+        "decomposition": ("Decomposition",),
+        "frontend": ("decompose", "lite"),
+        "grouped": ("GroupedDecomposition", "decompose_grouped"),
+        "policy": ("exact_kl", "token_statistics"),
+        "quantizer": ("quantize_dequantize",),
+        "torch_backend": ("ErrorFields", "error_fields"),
+        "weight_codes": ("code_hash", "row_sketch"),
+        "whatif": ("WHATIF_COLUMNS", "correction_errors"),
+    }.items()
+    for name in names
 }
 
 SHIPPED_MODULES = (
@@ -67,6 +59,7 @@ SHIPPED_MODULES = (
     "lite_statistics",
     "policy",
     "quantizer",
+    "recipe_grammar",
     "rounding",
     "stochastic",
     "torch_backend",

@@ -17,7 +17,7 @@ _SIZE = {
 
 
 def disagreements(measured: Mapping[str, Any], expected: Mapping[str, Any], rtol: float) -> list[str]:
-    """Counts and histograms that differ at all, and sums that differ by more than rtol. One line each."""
+    """Return a line for each count or histogram that differs, and for each sum that differs by more than rtol."""
     found: list[str] = []
     for name, want in expected.items():
         if name in ("exponent", "q"):
@@ -34,7 +34,7 @@ def disagreements(measured: Mapping[str, Any], expected: Mapping[str, Any], rtol
 
 
 def hard_tensors() -> list[tuple[str, torch.Tensor]]:
-    """Named [64, 96] or ragged tensors in the three input dtypes; seeds fixed."""
+    """Return named tensors, [64, 96] or ragged, in the three input dtypes, from fixed seeds."""
     return list(_hard_tensors(torch.Generator().manual_seed(0)))
 
 

@@ -26,9 +26,9 @@ class BlockShape(NamedTuple):
 
 
 def rows_of(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """[..., K at dim, ...] -> [R, K] float32, a view where strides allow. ValueError on what cannot be cut.
+    """Return x [..., K at dim, ...] as rows [R, K] of its own dtype, a view where strides allow.
 
-    float64 is rounded to float32 here, as the kernels of a real quantizer would receive it.
+    ValueError on what cannot be cut into blocks.
     """
     if x.dim() == 0:
         raise ValueError("a scalar has no axis to cut into blocks; pass a tensor with at least one dimension")
@@ -40,15 +40,25 @@ def rows_of(x: torch.Tensor, dim: int) -> torch.Tensor:
     return moved.reshape(prod(moved.shape[:-1]), moved.shape[-1])
 
 
+def unit_stride(rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return rows [R, K] as a matrix of unit stride along its second axis, and whether blocks run down that matrix.
+
+    Blocks run along K.
+    """
+    columns = rows.stride(0) == 1 and rows.stride(1) != 1
+    matrix = rows.t() if columns else rows
+    return (matrix if matrix.stride(1) == 1 else matrix.contiguous()), columns
+
+
 def to_blocks(x: torch.Tensor, dim: int, block: int, block_rows: int = 1) -> tuple[torch.Tensor, BlockShape]:
-    """[..., K at dim, ...] -> float32 [R, N, B], the last block of a row padded with zeros."""
+    """Cut x [..., K at dim, ...] into blocks, float32 [R, N, B]; the last block of a row is padded with zeros."""
     rows = rows_of(x, dim)
     moved = x.movedim(dim, -1)
     return pad_rows(rows, block, block_rows), BlockShape(tuple(moved.shape), dim, block_rows)
 
 
 def pad_rows(rows: torch.Tensor, block: int, block_rows: int = 1) -> torch.Tensor:
-    """[R, K] -> float32 [R, N, B]. A block never crosses a row, or `block_rows` of them."""
+    """Cut rows [R, K] into blocks, float32 [R, N, B]. A block never crosses a row, or `block_rows` of them."""
     length = rows.shape[1]
     padding, below = -length % block, -rows.shape[0] % block_rows
     rows = rows.float()
@@ -61,7 +71,7 @@ def pad_rows(rows: torch.Tensor, block: int, block_rows: int = 1) -> torch.Tenso
 
 
 def from_blocks(blocks: torch.Tensor, shape: BlockShape) -> torch.Tensor:
-    """[R, N, B] -> the shape that `to_blocks` was given."""
+    """Put blocks [R, N, B] back into the shape that `to_blocks` was given."""
     length, high = shape.moved[-1], shape.block_rows
     n_rows, n_blocks, size = blocks.shape
     if high > 1:
@@ -71,14 +81,14 @@ def from_blocks(blocks: torch.Tensor, shape: BlockShape) -> torch.Tensor:
 
 
 def per_block(values: torch.Tensor, shape: BlockShape) -> torch.Tensor:
-    """[R, N] -> [..., N at dim, ...]; each row of a square block has its own copy."""
+    """Give values of blocks [R, N] the shape [..., N at dim, ...]; each row of a square block gets its own copy."""
     if shape.block_rows > 1:
         values = values.repeat_interleave(shape.block_rows, 0)[: prod(shape.moved[:-1])]
     return values.reshape(*shape.moved[:-1], values.shape[1]).movedim(-1, shape.dim)
 
 
 def block_lengths(n_blocks: int, length: int, block: int, device: torch.device) -> torch.Tensor:
-    """Elements of each block of a row, int64 [N]; only the last can be short."""
+    """Return the number of elements of each block of a row, int64 [N]; only the last block can be short."""
     lengths = torch.full((n_blocks,), block, dtype=torch.int64, device=device)
     if n_blocks:
         lengths[-1] = length - (n_blocks - 1) * block
@@ -86,7 +96,7 @@ def block_lengths(n_blocks: int, length: int, block: int, device: torch.device) 
 
 
 def block_sizes(shape: tuple[int, int] | torch.Size, format: Format, device: torch.device) -> torch.Tensor:
-    """Elements of each block of a matrix [R, K] of rows, int64 [R or 1, N]."""
+    """Return the number of elements of each block of rows [R, K], int64 [R or 1, N]."""
     n_rows, length = shape
     lengths = block_lengths(-(-length // format.block), length, format.block, device)
     if format.block_rows == 1:
@@ -96,7 +106,7 @@ def block_sizes(shape: tuple[int, int] | torch.Size, format: Format, device: tor
 
 
 def tiles(rows: torch.Tensor, block: int, max_elements: int, block_rows: int = 1) -> Iterator[torch.Tensor]:
-    """Pieces [r, k] of [R, K], cut between blocks only, of at most about `max_elements` elements."""
+    """Yield pieces [r, k] of rows [R, K] of at most about `max_elements` elements, cut between blocks only."""
     n_rows, length = rows.shape
     width = length
     if length * block_rows > max_elements:

@@ -30,13 +30,13 @@ OTHER_ISAS = {"baseline": (4, ())}
 
 
 def find_compiler() -> str | None:
-    """$CXX, else the first of the usual names on the path; None without one."""
+    """Return $CXX, else the first of the usual compilers on the path; None without one."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
 def is_fresh(library: Path = LIBRARY) -> bool:
-    """Whether the library is newer than everything it is made of."""
+    """Return whether the library is newer than all of its sources."""
     sources = [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.hpp"), *SOURCES.glob("*.inc"), Path(__file__)]
     return library.exists() and all(library.stat().st_mtime > source.stat().st_mtime for source in sources)
 
@@ -66,7 +66,10 @@ def compile_library(compiler: str, library: Path = LIBRARY) -> None:
 
 
 def instruction_sets(library: Path = LIBRARY) -> str:
-    """Those of the built library that this machine runs, best first, comma-separated; "" where none can be loaded."""
+    """Return the instruction sets of the built library that this machine runs, comma-separated, best first.
+
+    "" where no library can be loaded.
+    """
     try:
         loaded = ctypes.CDLL(str(library))
         loaded.mxprobe_isas.restype = ctypes.c_char_p

@@ -1,4 +1,4 @@
-"""Corrections as functions of a tensor: what x becomes under each, for what-ifs and emulation. Shipped.
+"""What a tensor becomes under a correction, or under all that is done to an operand. Shipped.
 
 Q is MXFP4 under the given scale rule; blocks of 32 along `dim`.
 
@@ -18,64 +18,64 @@ Q is MXFP4 under the given scale rule; blocks of 32 along `dim`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from mxprobe_kernels import stochastic
 from mxprobe_kernels.blocks import from_blocks, pad_rows, rows_of, to_blocks
-from mxprobe_kernels.formats import MXFP4, Correction, CorrectionKind, Format, Rule, get_rule
-from mxprobe_kernels.quantizer import quantized
+from mxprobe_kernels.formats import MXFP4, Rule, get_format, get_rule
+from mxprobe_kernels.quantizer import quantize_dequantize, quantized
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind, Operand
 
-_SIGN_SEED = 0x6D787072
 
-
-@torch.no_grad()
 def apply_correction(
     x: torch.Tensor, correction: str | Correction, *, rule: str | Rule = "rceil", dim: int = -1
 ) -> torch.Tensor:
-    """x under a correction: quantized, dequantized and rotated or scaled back; float32, shaped like x.
+    """Return x under a correction of MXFP4, quantized, dequantized and rotated or scaled back; float32, shaped like x.
 
-    x: float32, bfloat16, float16 or float64 (rounded to float32). A block with a NaN or an infinity comes back
-    as NaN. The random signs of `had:N` come from a fixed seed of their own, so that two tensors that meet in
-    a GEMM are rotated alike. ValueError for an unknown correction or a parameter it cannot take.
+    ValueError for an unknown correction or a parameter it cannot take; otherwise as `quantize_operand`.
     """
-    parsed = Correction.parse(correction) if isinstance(correction, str) else correction
-    base = get_rule(rule)
-    kind, parameter = parsed.kind, parsed.parameter
-    if kind is CorrectionKind.KEEP_HIGH_PRECISION:
+    return quantize_operand(x, Operand.from_correction(correction, get_rule(rule)), dim=dim)
+
+
+@torch.no_grad()
+def quantize_operand(
+    x: torch.Tensor, operand: Operand, *, dim: int = -1, salt: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return x as its GEMM receives it, in `dtype`, shaped like x, with blocks along `dim`.
+
+    x: float32, bfloat16, float16 or float64 (rounded to float32). Square blocks take all axes but the last as rows. A
+    block with a NaN or an infinity comes back as NaN. The random signs of `had:N` come from a fixed seed of their own,
+    so that two tensors that meet in a GEMM are rotated alike. `salt` selects the draw of stochastic rounding.
+    """
+    if operand.is_high_precision:
         rows_of(x, dim)
-        return x.detach().float()
-    if kind is CorrectionKind.RULE:
-        return _quantize(x, MXFP4, get_rule(str(parameter)), dim)
-    if kind is CorrectionKind.MACRO_BLOCK_SCALING:
-        return _macro_block_scaling(x, _positive_integer(parsed, multiple_of=MXFP4.block), base, dim)
-    if kind is CorrectionKind.OUTLIER_FALLBACK:
-        return _outlier_fallback(x, float(parameter or 0.0), base, dim)
-    if kind is CorrectionKind.CHANNEL_RESIDUAL:
-        return _channel_residual(x, _percent(parsed), base, dim)
-    if kind is CorrectionKind.STOCHASTIC:
-        return stochastic.quantize(x, base, dim)
-    if kind is CorrectionKind.HADAMARD:
-        return _hadamard(x, _power_of_two(parsed), base, dim)
-    format = parsed.format
-    assert format is not None  # every other kind is a format's name
-    return _quantize(x, format, base if parsed.keeps_format else Rule.RCEIL, dim)
+        return x.detach().to(dtype)
+    format, rule = get_format(operand.format), operand.rule
+    if operand.square:
+        format, dim = replace(format, block_rows=format.block), -1
+    if operand.stochastic:
+        return stochastic.quantize(x, format, rule, dim, salt=salt, dtype=dtype)
+    if operand.corrections:
+        return _corrected(x, operand.corrections, rule, dim).to(dtype)
+    return quantize_dequantize(x, format=format, rule=rule, dim=dim, dtype=dtype)[0]
 
 
-def parameter_of(correction: Correction) -> float:
-    """The number in `mbs:128` or `had:32`, checked; in `of:0.5`; 0 of others. ValueError as for `apply_correction`."""
-    if correction.kind is CorrectionKind.MACRO_BLOCK_SCALING:
-        return _positive_integer(correction, multiple_of=MXFP4.block)
-    if correction.kind is CorrectionKind.HADAMARD:
-        return _power_of_two(correction)
-    return float(correction.parameter or 0.0) if correction.kind is CorrectionKind.OUTLIER_FALLBACK else 0.0
-
-
-def _quantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> torch.Tensor:
-    blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
-    q, _ = quantized(blocks, format, rule)
-    return from_blocks(q, shape)
+def _corrected(x: torch.Tensor, corrections: tuple[Correction, ...], rule: Rule, dim: int) -> torch.Tensor:
+    """`of` on top of M: M(x) + alpha M(x - M(x)); float32."""
+    *below, last = corrections
+    if below:
+        first = _corrected(x, tuple(below), rule, dim)
+        return first + last.number * _corrected(x.float() - first, tuple(below), rule, dim)
+    if last.kind is CorrectionKind.MACRO_BLOCK_SCALING:
+        return _macro_block_scaling(x, last.size, rule, dim)
+    if last.kind is CorrectionKind.HADAMARD:
+        return _hadamard(x, last.size, rule, dim)
+    if last.kind is CorrectionKind.OUTLIER_FALLBACK:
+        return _outlier_fallback(x, last.number, rule, dim)
+    return _channel_residual(x, last.number, rule, dim)
 
 
 def _macro_block_scaling(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _channel_residual(x: torch.Tensor, percent: float, rule: Rule, dim: int) -> 
 
 
 def channels_of(percent: float, width: int) -> int:
-    """How many of `width` channels `percent` of them are: rounded down, at least one where there is any."""
+    """Return how many of `width` channels make `percent` of them: rounded down, at least one where there is any."""
     return min(max(int(width * percent / 100.0), 1), width)
 
 
@@ -138,7 +138,7 @@ def _hadamard(x: torch.Tensor, size: int, rule: Rule, dim: int) -> torch.Tensor:
 
 
 def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Normalised Hadamard transform of the last axis (a power of two), its own inverse.
+    """Return the normalised Hadamard transform of the last axis (a power of two). It is its own inverse.
 
     By butterflies, not a product: autocast and TF32 would round a product.
     """
@@ -155,30 +155,9 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def rotation_signs(size: int, device: torch.device) -> torch.Tensor:
-    """float32 [size] of +1 and -1 from a private linear congruential generator: the global RNG is not ours."""
-    state, signs = _SIGN_SEED, []
+    """Return signs, float32 [size], from a private linear congruential generator: the global RNG is not ours."""
+    state, signs = stochastic.SEED, []
     for _ in range(size):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
         signs.append(1.0 if state >> 63 else -1.0)
     return torch.tensor(signs, device=device)
-
-
-def _positive_integer(correction: Correction, multiple_of: int) -> int:
-    value = correction.parameter
-    if not isinstance(value, int) or value <= 0 or value % multiple_of:
-        raise ValueError(f"correction {correction}: the block must be a positive multiple of {multiple_of}")
-    return value
-
-
-def _percent(correction: Correction) -> float:
-    value = float(correction.parameter or 0.0)
-    if not 0.0 < value <= 100.0:
-        raise ValueError(f"correction {correction}: the percentage of channels must be above 0 and at most 100")
-    return value
-
-
-def _power_of_two(correction: Correction) -> int:
-    value = correction.parameter
-    if not isinstance(value, int) or value < 2 or value & (value - 1):
-        raise ValueError(f"correction {correction}: the size of a Hadamard rotation must be a power of two, at least 2")
-    return value

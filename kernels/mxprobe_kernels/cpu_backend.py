@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mxprobe_kernels.blocks import pad_rows, rows_of, tiles
+from mxprobe_kernels.blocks import pad_rows, rows_of, tiles, unit_stride
 from mxprobe_kernels.decomposition import N_VALUES, Decomposition, empty
 from mxprobe_kernels.formats import MXFP4, Format, Rule, ScaleType
 from mxprobe_kernels.lite_statistics import Lite, from_decomposition
@@ -25,10 +25,10 @@ from mxprobe_kernels.torch_backend import finite_amax
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu", "libmxprobe_cpu.so")
 SHIPPED_LIBRARY = "libmxprobe_cpu.so"
-"""Its name in the archive that an agent is loaded from, where the controller has it."""
+"""Name of the library in the archive that an agent is loaded from."""
 
 _INTERFACE = 4
-"""Of dispatch.cpp: an older library beside newer Python is not used."""
+"""Version of the interface of dispatch.cpp. An older library beside newer Python is not used."""
 
 _LOADER: Any = __spec__.loader if __spec__ else None
 
@@ -63,7 +63,7 @@ def _load() -> ctypes.CDLL:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None where none was built, or it is of another version or machine."""
+    """Return the loaded library; None where none was built, or where it is of another version or machine."""
     try:
         loaded = _load()
         loaded.mxprobe_isas.restype = ctypes.c_char_p
@@ -78,7 +78,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets that the library has kernels for and this machine runs, best first; empty without a library."""
+    """Return the instruction sets that the library has kernels for and this machine runs, best first."""
     loaded = library()
     return tuple(loaded.mxprobe_isas().decode().split(",")) if loaded else ()
 
@@ -120,7 +120,7 @@ class _Grid(ctypes.Structure):
 def decompose(
     x: torch.Tensor, format: Format, rule: Rule, dim: int, *, isa: str = "", n_threads: int | None = None
 ) -> Decomposition:
-    """As `torch_backend.decompose`; sums within 1e-6 of float64, codes, counts and histograms exact.
+    """Decompose x as `torch_backend.decompose` does; sums within 1e-6 of float64, codes, counts, histograms exact.
 
     `isa`: one of `isas()`, the best by default. `n_threads`: torch's own number by default; the result is the same.
     Formats beside MXFP4 are measured in double, in the calling thread. ValueError where there is no library, or no such
@@ -133,7 +133,7 @@ def decompose(
 
 @torch.no_grad()
 def lite(x: torch.Tensor, format: Format, rule: Rule, dim: int, *, isa: str = "", n_threads: int | None = None) -> Lite:
-    """The always-on statistics at about three times the rate of `decompose` of MXFP4; everything else as there."""
+    """Return the always-on statistics, of MXFP4 at about three times the rate of `decompose`; the rest is as there."""
     if format != MXFP4:
         return from_decomposition(decompose(x, format, rule, dim, isa=isa))
     values = _statistics(x, format, rule, dim, True, isa, n_threads)
@@ -151,10 +151,7 @@ def _statistics(
         return values
     if rows.dtype == torch.float64:
         rows = rows.float()
-    columns = rows.stride(0) == 1 and rows.stride(1) != 1
-    matrix = rows.t() if columns else rows
-    if matrix.stride(1) != 1:
-        matrix = matrix.contiguous()
+    matrix, columns = unit_stride(rows)
     failed = loaded.mxprobe_statistics(
         matrix.data_ptr(),
         _DTYPES[matrix.dtype],

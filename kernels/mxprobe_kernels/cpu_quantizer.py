@@ -15,8 +15,9 @@ from mxprobe_kernels.formats import Format, Rule
 
 
 def supports(blocks: torch.Tensor) -> bool:
-    """Whether `quantize` takes these float32 blocks. A graph that torch.compile traces keeps the torch path, whose
-    operations it can fuse.
+    """Return whether `quantize` takes these float32 blocks.
+
+    A graph that torch.compile traces keeps the torch path, whose operations it can fuse.
     """
     return (
         blocks.device.type == "cpu"
@@ -35,7 +36,9 @@ def quantize(
     *,
     isa: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [R, N, B] -> Q in `dtype` (float32 or float64), NaN in excluded blocks, and exponents, int32 [R, N, 1].
+    """Return Q of blocks, float32 [R, N, B], in `dtype` (float32 or float64), and exponents, int32 [R, N, 1].
+
+    Q is NaN in excluded blocks.
 
     `tensor_amax`: float32 [], of all finite elements, where the format has a scale for the tensor. ValueError where
     `supports` is False or `isa` is unknown.

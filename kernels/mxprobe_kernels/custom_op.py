@@ -18,7 +18,10 @@ from mxprobe_kernels.frontend import decompose
 
 
 def new_slots(n: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """float64 [n, N_VALUES] of zeros, made once, outside of any graph; row i becomes `Decomposition(slots[i], ...)`."""
+    """Return zeros, float64 [n, N_VALUES], for `accumulate`; row i becomes `Decomposition(slots[i], ...)`.
+
+    Make them once, outside of any graph.
+    """
     return torch.zeros((n, N_VALUES), dtype=torch.float64, device=device)
 
 
@@ -50,16 +53,7 @@ def accumulate(
 
 
 @accumulate.register_fake
-def _(
-    x: torch.Tensor,
-    slots: torch.Tensor,
-    index: int,
-    format: str = "mxfp4",
-    rule: str = "rceil",
-    dim: int = -1,
-    backend: str = "auto",
-    enabled: torch.Tensor | None = None,
-) -> None:
+def _(*args: object, **kwargs: object) -> None:
     return None
 
 
@@ -73,7 +67,7 @@ def warm_up(
     dims: Sequence[int] = (-1, 0),
     backend: str = "auto",
 ) -> int:
-    """Run every combination once on zeros, so that a capture or a first step meets no compiler; how many there were.
+    """Run every combination once on zeros, so that a capture or a first step meets no compiler; return their number.
 
     Kernels depend on dtype, format, rule and direction, and on which sizes are multiples of 16 or of a tile: pass the
     shapes that will be captured. With a flag that is down and without one, as both are kernels of their own.

@@ -50,17 +50,17 @@ class Decomposition:
         raise AttributeError(name)
 
     def column(self, name: str) -> torch.Tensor:
-        """float64 [] of one sum, count or `amax`, still on its device."""
+        """Return one sum, count or `amax`, float64 [], still on its device."""
         return self.values[_INDEX[name]]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as Python numbers and lists, in one copy from the device."""
+        """Return everything as Python numbers and lists, in one copy from the device."""
         local = Decomposition(self.values.cpu(), self.format, self.rule)
         return {name: getattr(local, name) for name in (*_INDEX, "delta_hist", "code_hist")}
 
 
 def combine(parts: torch.Tensor) -> torch.Tensor:
-    """[n, N_VALUES] -> [N_VALUES]: everything adds but amax, which takes the maximum."""
+    """Add up parts [n, N_VALUES] into [N_VALUES]; of amax take the maximum."""
     total = parts.sum(0)
     total[AMAX_INDEX] = parts[:, AMAX_INDEX].amax(0)
     return total
@@ -69,10 +69,10 @@ def combine(parts: torch.Tensor) -> torch.Tensor:
 def pack(
     sums: torch.Tensor, counts: torch.Tensor, amax: torch.Tensor, delta: torch.Tensor, codes: torch.Tensor
 ) -> torch.Tensor:
-    """float64[14], int64[9], float64[], int64[32], int64[16] -> float64[N_VALUES]."""
+    """Join sums [14], counts [9], amax [] and the histograms [32] and [16] into float64 [N_VALUES]."""
     return torch.cat((sums, counts.double(), amax.double().reshape(1), delta.double(), codes.double()))
 
 
 def empty(device: torch.device) -> torch.Tensor:
-    """The neutral element of `combine`."""
+    """Return the neutral element of `combine`, float64 [N_VALUES]."""
     return torch.zeros(N_VALUES, dtype=torch.float64, device=device)

@@ -1,7 +1,6 @@
-"""Number formats, scale rules and corrections: the one place where each is named.
+"""Number formats and scale rules: the one table of each. Corrections of them are in `recipe_grammar`.
 
-Shared by the statistics kernels, the what-ifs, emulation, the verdict and the snippets. Standard library
-only and Python 3.9 syntax, because the agent ships this file into the attached process.
+Standard library only and Python 3.9 syntax, because the agent ships this file into the attached process.
 """
 
 from __future__ import annotations
@@ -11,7 +10,14 @@ from enum import Enum
 from math import frexp
 
 
-class Rule(str, Enum):
+class Name(str, Enum):
+    """One of a fixed set of names. It prints as it is spelled, as `enum.StrEnum` of Python 3.11 would."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Rule(Name):
     """How the power-of-two (E8M0) scale of a block follows from its amax m. Names are torchao's."""
 
     RCEIL = "rceil"
@@ -27,24 +33,18 @@ class Rule(str, Enum):
     FLOOR_DIV = "floor_div"
     """2^floor(log2(m/6)): nearly every block clips. Never chosen: the signature of a serving bug."""
 
-    def __str__(self) -> str:
-        return self.value
-
     @property
     def covers_amax(self) -> bool:
         """True where s >= s* always holds, so that the deadzone is orthogonal to the other components."""
         return self in (Rule.RCEIL, Rule.CEIL)
 
 
-class ScaleType(str, Enum):
+class ScaleType(Name):
     E8M0 = "e8m0"
     E4M3 = "e4m3"
     FP32 = "fp32"
     E6M2 = "e6m2"
     """Unsigned, 2^-48 to 1.5 * 2^15; the first of HiF4's three levels."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Format:
         return frexp(self.qmax)[1] - 1
 
     def amax_bias(self, rule: Rule) -> int:
-        """What a rule adds to the bits of the fp32 amax before its exponent is read.
+        """Return what a rule adds to the bits of the fp32 amax before its exponent is read.
 
         exponent = ((bits(amax) + amax_bias) >> 23) - 127 - max_exponent, clamped to [-127, 127]. A carry out of
         the mantissa field is the rule's "round up"; no logarithm and no division is taken, so no rounding of
@@ -109,7 +109,7 @@ E2M1_GRID: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def minifloat_grid(mantissa_bits: int, min_exponent: int, qmax: float) -> tuple[float, ...]:
-    """Non-negative values of a mini-float, subnormals included, up to and including qmax."""
+    """Return the non-negative values of a mini-float, subnormals included, up to and including qmax."""
     steps = 2**mantissa_bits
     values = [i * 2.0 ** (min_exponent - mantissa_bits) for i in range(steps)]
     exponent = min_exponent
@@ -151,7 +151,7 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(format: str | Format) -> Format:
-    """The format record of that name. Raises ValueError naming the known ones."""
+    """Return the format record of that name. ValueError names the known ones."""
     if isinstance(format, Format):
         return format
     if format not in FORMATS:
@@ -160,117 +160,8 @@ def get_format(format: str | Format) -> Format:
 
 
 def get_rule(rule: str | Rule) -> Rule:
-    """The scale rule of that name. Raises ValueError naming the known ones."""
+    """Return the scale rule of that name. ValueError names the known ones."""
     try:
         return Rule(rule)
     except ValueError:
         raise ValueError(f"unknown scale rule {rule!r}; known: {', '.join(r.value for r in Rule)}") from None
-
-
-class CorrectionKind(str, Enum):
-    RULE = "rule"
-    """Another scale rule: `rule:even`."""
-    MACRO_BLOCK_SCALING = "mbs"
-    """An 8-bit mantissa shared by B elements: `mbs:128`."""
-    OUTLIER_FALLBACK = "of"
-    """A second pass on the residual, weighted by alpha: `of:0.5`."""
-    HADAMARD = "had"
-    """Random Hadamard rotation of that size before quantizing: `had:32`."""
-    CHANNEL_RESIDUAL = "channels"
-    """A second pass on the residual of the channels with most error, so many percent of them: `channels:5`."""
-    STOCHASTIC = "sr"
-    """Stochastic rounding, of a private seed."""
-    NVFP4 = "nvfp4"
-    NVFP4_4OVER6 = "nvfp4_4over6"
-    MXFP4_4OVER6 = "mxfp4_4over6"
-    """Still MXFP4: each block's scale is the rule's or `floor`'s, whichever leaves less error."""
-    HIF4 = "hif4"
-    MXFP6_E2M3 = "mxfp6_e2m3"
-    MXFP6_E3M2 = "mxfp6_e3m2"
-    MXFP8 = "mxfp8"
-    KEEP_HIGH_PRECISION = "keep_high_precision"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-_PARAMETRIC = {
-    CorrectionKind.RULE,
-    CorrectionKind.MACRO_BLOCK_SCALING,
-    CorrectionKind.OUTLIER_FALLBACK,
-    CorrectionKind.HADAMARD,
-    CorrectionKind.CHANNEL_RESIDUAL,
-}
-_FRACTIONAL = {CorrectionKind.OUTLIER_FALLBACK, CorrectionKind.CHANNEL_RESIDUAL}
-
-
-@dataclass(frozen=True)
-class Correction:
-    """One correction, spelled the same in what-ifs, emulation, verdicts and snippets."""
-
-    kind: CorrectionKind
-    parameter: float | int | Rule | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Correction:
-        """Parse `rule:even`, `mbs:128`, `of:0.5`, `had:32`, `nvfp4`, ...; ValueError says what is wrong."""
-        name, colon, value = text.partition(":")
-        try:
-            kind = CorrectionKind(name)
-        except ValueError:
-            known = ", ".join(k.value + (":…" if k in _PARAMETRIC else "") for k in CorrectionKind)
-            raise ValueError(f"unknown correction {text!r}; known: {known}") from None
-        if (kind in _PARAMETRIC) != bool(colon):
-            wants = "takes a parameter" if kind in _PARAMETRIC else "takes no parameter"
-            raise ValueError(f"correction {text!r}: {name} {wants}")
-        if not colon:
-            return cls(kind)
-        if kind is CorrectionKind.RULE:
-            return cls(kind, get_rule(value))
-        try:
-            number: int | float = float(value) if kind in _FRACTIONAL else int(value)
-        except ValueError:
-            raise ValueError(f"correction {text!r}: {value!r} is not a number") from None
-        if number <= 0:
-            raise ValueError(f"correction {text!r}: the parameter must be positive")
-        return cls(kind, number)
-
-    def __str__(self) -> str:
-        return self.kind.value if self.parameter is None else f"{self.kind.value}:{self.parameter}"
-
-    @property
-    def keeps_format(self) -> bool:
-        """True where the result is still MXFP4 elements with power-of-two block scales."""
-        return self.kind in _PARAMETRIC or self.kind in (CorrectionKind.MXFP4_4OVER6, CorrectionKind.STOCHASTIC)
-
-    @property
-    def format(self) -> Format | None:
-        """The format that this correction switches to; None where it changes MXFP4's, or quantizes nothing."""
-        return FORMATS.get(self.kind.value)
-
-    @property
-    def needs_whole_tensor(self) -> bool:
-        """True where a part of the tensor is quantized otherwise than the whole: a scale or a ranking of all of it."""
-        return self.kind is CorrectionKind.CHANNEL_RESIDUAL or (self.format is not None and self.format.tensor_scale)
-
-
-DEFAULT_WHATIFS: tuple[str, ...] = (
-    "rule:floor",
-    "rule:even",
-    "rule:ceil",
-    "mbs:32",
-    "mbs:64",
-    "mbs:128",
-    "of:0.5",
-    "of:1.0",
-    "had:32",
-    "nvfp4",
-    "nvfp4_4over6",
-    "hif4",
-    "mxfp6_e2m3",
-    "mxfp8",
-)
-"""The corrections that a probed step scores on the tensors at hand."""
-
-CHANNEL_WHATIFS: tuple[str, ...] = ("channels:1", "channels:5", "channels:10")
-"""Scored beside them, never named: no engine has it as an option yet."""

@@ -14,11 +14,10 @@ from importlib.util import find_spec
 
 import torch
 
-from mxprobe_kernels import cpu_backend, quantizer, torch_backend
+from mxprobe_kernels import cpu_backend, torch_backend
 from mxprobe_kernels.decomposition import Decomposition
 from mxprobe_kernels.formats import MXFP4, Format, Rule, get_format, get_rule
 from mxprobe_kernels.lite_statistics import Lite, from_decomposition
-from mxprobe_kernels.torch_backend import ErrorFields
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 
@@ -60,7 +59,7 @@ def lite(
     dim: int = -1,
     backend: str = "auto",
 ) -> Lite:
-    """sum x^2, sum e^2, zeroed, saturated and non-finite elements, and amax: cheap enough to run always.
+    """Return sum x^2, sum e^2, zeroed, saturated and non-finite elements, and amax: cheap enough to run always.
 
     The fast Triton kernel takes MXFP4 blocks along a last axis of unit stride; for other tensors, and on the torch
     path, this costs as much as `decompose`. ValueError as there.
@@ -72,7 +71,7 @@ def lite(
 
         along_last = bool(x.dim()) and dim in (-1, x.dim() - 1) and (x.stride(-1) == 1 or not x.numel())
         if record == MXFP4 and along_last and x.dtype != torch.float64:
-            return Lite(*triton_backend.lite(x, chosen))
+            return triton_backend.lite(x, chosen)
         return from_decomposition(triton_backend.decompose(x, record, chosen, dim))
     if picked == "cpu":
         return cpu_backend.lite(x, record, chosen, dim)
@@ -80,7 +79,7 @@ def lite(
 
 
 def pick_backend(backend: str, x: torch.Tensor) -> str:
-    """The backend to use. ValueError for one that is unknown, or that cannot take this tensor."""
+    """Return the name of the backend to use. ValueError for one that is unknown, or that cannot take this tensor."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if backend == "auto":
@@ -94,22 +93,5 @@ def pick_backend(backend: str, x: torch.Tensor) -> str:
 
 @cache
 def has_triton() -> bool:
-    """Whether triton can be imported, and our kernels for it: an agent's archive has only the torch path."""
+    """Return whether triton and our kernels for it can be imported: an agent's archive has only the torch path."""
     return find_spec("triton") is not None and find_spec("mxprobe_kernels.triton_backend") is not None
-
-
-def quantize_dequantize(
-    x: torch.Tensor, *, format: str | Format = "mxfp4", rule: str | Rule = "rceil", dim: int = -1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x -> (Q(x) shaped and typed like x, exponents of the power-of-two scales, int32, one per block at `dim`).
-
-    A block with a NaN or an infinity comes back as NaN. ValueError as for `decompose`.
-    """
-    return quantizer.quantize_dequantize(x, get_format(format), get_rule(rule), dim)
-
-
-def error_fields(
-    x: torch.Tensor, *, format: str | Format = "mxfp4", rule: str | Rule = "rceil", dim: int = -1
-) -> ErrorFields:
-    """The decomposition of x element by element; `.decomposition()` has its sums. ValueError as for `decompose`."""
-    return torch_backend.error_fields(x, get_format(format), get_rule(rule), dim)

@@ -31,7 +31,7 @@ class GroupedDecomposition(NamedTuple):
         return Decomposition(self.values[e], self.format, self.rule)
 
     def total(self) -> Decomposition:
-        """Of all experts together."""
+        """Return the decomposition of all experts together."""
         return Decomposition(combine(self.values), self.format, self.rule)
 
 

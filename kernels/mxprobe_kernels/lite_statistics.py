@@ -12,7 +12,7 @@ LITE_COLUMNS = ("sum_x2", "sum_e2", "n_zeroed", "n_saturated", "n_nonfinite")
 
 
 class Lite(NamedTuple):
-    """On the device of the input; nothing is copied from it before `to_dict`."""
+    """Six statistics on the device of the input; nothing is copied from it before `to_dict`."""
 
     sums: torch.Tensor
     """float64 [5], by `LITE_COLUMNS`."""
@@ -20,12 +20,12 @@ class Lite(NamedTuple):
     """float32 [], over the blocks without NaN or infinity."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Python numbers under the names of the decomposition."""
+        """Return Python numbers under the names of the decomposition."""
         values: dict[str, Any] = dict(zip(LITE_COLUMNS, self.sums.tolist()))
         counts = {name: int(value) for name, value in values.items() if name.startswith("n_")}
         return {**values, **counts, "amax": float(self.amax)}
 
 
 def from_decomposition(d: Decomposition) -> Lite:
-    """The part of a decomposition that `Lite` keeps; nothing is copied from its device."""
+    """Return the part of a decomposition that `Lite` keeps; nothing is copied from its device."""
     return Lite(torch.stack([d.column(name) for name in LITE_COLUMNS]), d.column("amax").float())

@@ -21,23 +21,23 @@ CHUNK_ELEMENTS = 1 << 22
 
 class TokenStatistics(NamedTuple):
     log_prob: torch.Tensor
-    """float32 [n], of the tokens taken, at the temperature."""
+    """Log-probabilities of the tokens taken, float32 [n], at the temperature."""
     entropy: torch.Tensor
-    """float32 [n], in nats."""
+    """Entropies in nats, float32 [n]."""
 
 
 @torch.no_grad()
 def token_statistics(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0, *, chunk_elements: int = CHUNK_ELEMENTS
 ) -> TokenStatistics:
-    """logits [n, V] of any floating dtype, tokens int64 [n] -> log p(token) and H(p), whatever the chunk.
+    """Return log p(token) and H(p) from logits [n, V] of any floating dtype and tokens, int64 [n].
 
-    In one pass by Triton on a GPU, where it is installed, but for float64.
+    Triton takes one pass on a GPU, where it is installed and the logits are not float64. The chunk changes no result.
     """
     if logits.is_cuda and logits.dtype != torch.float64 and has_triton():
         from mxprobe_kernels import triton_policy
 
-        return triton_policy.token_statistics(logits, tokens, temperature)
+        return TokenStatistics(*triton_policy.token_statistics(logits, tokens, temperature))
     rows = max(chunk_elements // max(logits.shape[1], 1), 1)
     log_prob = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     entropy = torch.empty_like(log_prob)
@@ -53,7 +53,7 @@ def token_statistics(
 def exact_kl(
     p_logits: torch.Tensor, q_logits: torch.Tensor, temperature: float = 1.0, *, chunk_elements: int = CHUNK_ELEMENTS
 ) -> torch.Tensor:
-    """KL(p || q) of each position, float64 [n], from two tensors of logits [n, V]; over the whole vocabulary.
+    """Return KL(p || q) of each position, float64 [n], over the whole vocabulary of two tensors of logits [n, V].
 
     Differences of nearly equal log-probabilities are taken in float64: at 1e-6 nats float32 would be noise.
     ValueError where the shapes differ.

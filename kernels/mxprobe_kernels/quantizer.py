@@ -6,15 +6,16 @@ import torch
 
 from mxprobe_kernels import cpu_quantizer, torch_backend
 from mxprobe_kernels.blocks import from_blocks, per_block, to_blocks
-from mxprobe_kernels.formats import Format, Rule
+from mxprobe_kernels.formats import Format, Rule, get_format, get_rule
 
 
 def quantized(
     blocks: torch.Tensor, format: Format, rule: Rule, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [R, N, B] -> Q in `dtype`, NaN in excluded blocks, and exponents of power-of-two scales, int32 [R, N, 1].
+    """Return Q of blocks, float32 [R, N, B], in `dtype`, and exponents of power-of-two scales, int32 [R, N, 1].
 
-    Q is rounded once, from float64. In float32 it is exact for power-of-two scales, but an infinity past its range.
+    Q is NaN in excluded blocks. It is rounded once, from float64. In float32 it is exact for power-of-two
+    scales, but an infinity past its range.
     """
     if dtype in (torch.float32, torch.float64) and cpu_quantizer.supports(blocks):
         tensor_amax = torch_backend.finite_amax(blocks) if format.tensor_scale else None
@@ -24,9 +25,22 @@ def quantized(
 
 
 @torch.no_grad()
-def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch_backend.quantize_dequantize`."""
+def quantize_dequantize(
+    x: torch.Tensor,
+    *,
+    format: str | Format = "mxfp4",
+    rule: str | Rule = "rceil",
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return Q(x), shaped like x, in `dtype` or x's own, and exponents of power-of-two scales, int32, one per block.
+
+    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A Q past
+    the range of the dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536). ValueError as
+    for `decompose`.
+    """
+    format, rule = get_format(format), get_rule(rule)
     blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
-    wide = x.dtype if x.dtype == torch.float32 else torch.float64
-    q, exponent = quantized(blocks, format, rule, wide)
-    return from_blocks(q.to(x.dtype), shape), per_block(exponent.squeeze(-1), shape)
+    dtype = dtype or x.dtype
+    q, exponent = quantized(blocks, format, rule, dtype if dtype == torch.float32 else torch.float64)
+    return from_blocks(q.to(dtype), shape), per_block(exponent.squeeze(-1), shape)

@@ -31,7 +31,7 @@ class Reference:
     """Everything of a `Decomposition`, and element by element what it came from."""
 
     values: dict[str, Any]
-    """By the names of `columns`, with `amax`, `delta_hist` and `code_hist`."""
+    """Sums and counts by the names of `columns`, with `amax`, `delta_hist` and `code_hist`."""
     exponent: Array
     """int64, one per block along the axis; -127 for zero and excluded blocks."""
     q: Array
@@ -41,7 +41,7 @@ class Reference:
 
 
 def exponents(amax: Array, rule: Rule) -> tuple[Array, Array]:
-    """Finite amax, float64 -> exponent clamped to [-127, 127] (-127 where amax is 0), and before clamping."""
+    """Return exponents of scales from finite amax, float64, clamped to [-127, 127] and before clamping; -127 of 0."""
     fraction, power = np.frexp(np.where(amax > 0, amax, 1.0))  # amax = fraction 2^power, fraction in [.5, 1)
     raw = {
         Rule.RCEIL: np.where(fraction <= 0.75, power - 3, power - 2),
@@ -55,7 +55,7 @@ def exponents(amax: Array, rule: Rule) -> tuple[Array, Array]:
 
 
 def round_e2m1(quarters: Array, unit: Array) -> Array:
-    """Codes 0 to 7 of |x| / s, given as `quarters` = 4 |x| and `unit` = s; to nearest, ties to even code."""
+    """Return codes 0 to 7 of |x| / s, given as `quarters` = 4 |x| and `unit` = s; to nearest, ties to even code."""
     code = np.zeros(quarters.shape, np.int64)
     for boundary, tie_rounds_down in _BOUNDARIES:
         edge = boundary * unit

@@ -18,9 +18,10 @@ FP32_INF_BITS = 0x7F800000
 
 
 def amax_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., B] -> bits of max|x| (int32 [..., 1], 0 where excluded), and excluded (bool [..., 1]).
+    """Return the bits of max|x| of blocks, float32 [..., B], int32 [..., 1], and which are excluded, bool [..., 1].
 
-    Decided on integers: the bits of |x| order as |x| does, and a NaN or infinity is the largest of all.
+    The bits are 0 where excluded. All is decided on integers: the bits of |x| order as |x| does, and a NaN or infinity
+    is the largest of all.
     """
     magnitude = blocks.view(torch.int32) & 0x7FFFFFFF
     bits = magnitude.amax(-1, keepdim=True)
@@ -29,7 +30,7 @@ def amax_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scale_exponent(bits: torch.Tensor, format: Format, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits of amax (int32) -> exponent of the power-of-two scale (int32), and whether E8M0 clamped it (bool).
+    """Return the exponent (int32) of the power-of-two scale from bits of amax (int32), and whether E8M0 clamped it.
 
     A zero block has exponent -127 and counts as not clamped.
     """
@@ -39,24 +40,24 @@ def scale_exponent(bits: torch.Tensor, format: Format, rule: Rule) -> tuple[torc
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2^e exactly, float64, for integer e in [-1022, 1023]."""
+    """Return 2^e exactly, float64, for integer e in [-1022, 1023]."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def round_to_grid(z: torch.Tensor, format: Format) -> torch.Tensor:
-    """Non-negative float64 z -> nearest element value, ties to even code, saturating at qmax."""
+    """Round non-negative float64 z to the nearest element value, ties to even code, saturating at qmax."""
     return round_minifloat(z, format.mantissa_bits, format.min_exponent, format.qmax)
 
 
 def round_minifloat(z: torch.Tensor, mantissa_bits: int, min_exponent: int, qmax: float) -> torch.Tensor:
-    """Round-to-nearest-even onto a saturating mini-float; z float64, non-negative and finite."""
+    """Round z (float64, non-negative, finite) to the nearest value of a saturating mini-float, ties to even."""
     exponent = ((z.view(torch.int64) >> 52) - 1023).clamp_(min=min_exponent).sub_(mantissa_bits)
     step = exponent.add_(1023).bitwise_left_shift_(52).view(torch.float64)
     return (z / step).round_().mul_(step).clamp_(max=qmax)
 
 
 def tensor_unit(tensor_amax: torch.Tensor, format: Format) -> torch.Tensor:
-    """max|x| of a tensor -> its scale, float32 rounded once and held in float64 []; 1 for a tensor of zeros."""
+    """Return the scale of a tensor from its max|x|, rounded once to float32 and held in float64 []; 1 for zeros."""
     unit = (tensor_amax.float() / (format.tensor_top * format.qmax)).double()
     return torch.where(unit > 0, unit, 1.0)
 
@@ -67,7 +68,7 @@ HIF4_SCALE_MIN, HIF4_SCALE_MAX = 2.0**-48, 1.5 * 2.0**15
 
 
 def hif4_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 amax -> E6M2(bf16(amax * bf16(1/7))), float64, and whether it left E6M2's range (bool).
+    """Return E6M2(bf16(amax * bf16(1/7))), float64, of amax in float64, and whether it left E6M2's range (bool).
 
     Both roundings to nearest even. Every product is exact in float64.
     """
@@ -77,12 +78,12 @@ def hif4_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hif4_reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """bf16(1 / s) as float64: the converter multiplies by this and does not divide."""
+    """Return bf16(1 / s) as float64: the converter multiplies by this and does not divide."""
     return round_minifloat(torch.reciprocal(scale), *_BF16)
 
 
 def round_hif4(z: torch.Tensor) -> torch.Tensor:
-    """Non-negative float64 z [..., 64], relative to the first-level scale -> what HiF4 holds, in the same units.
+    """Return what HiF4 holds of z [..., 64], float64, non-negative, relative to the first-level scale; same units.
 
     e8 = [max of 8 >= 4],  e4 = [max of 4 / 2^e8 >= 2],  c = floor(4 z / 2^(e8 + e4) + 1/2) / 4, at most 1.75
     """
@@ -94,7 +95,7 @@ def round_hif4(z: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_code(magnitude: torch.Tensor) -> torch.Tensor:
-    """E2M1 values 0, .5, 1, 1.5, 2, 3, 4, 6 -> codes 0 to 7 (same dtype as the input).
+    """Return codes 0 to 7 of the E2M1 values 0, .5, 1, 1.5, 2, 3, 4, 6, in the dtype of the input.
 
     min(2c, c + 2, c / 2 + 4): the three binades are the three pieces of a concave function.
     """

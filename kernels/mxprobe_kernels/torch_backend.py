@@ -19,18 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from mxprobe_kernels.blocks import (
-    block_sizes,
-    from_blocks,
-    pad_rows,
-    per_block,
-    rows_of,
-    tiles,
-    to_blocks,
-)
+from mxprobe_kernels.blocks import block_sizes, from_blocks, pad_rows, rows_of, tiles, to_blocks
 from mxprobe_kernels.columns import CODE_BINS, DELTA_BINS
 from mxprobe_kernels.decomposition import Decomposition, combine, empty, pack
-from mxprobe_kernels.formats import E2M1_GRID, Format, Rule, ScaleType
+from mxprobe_kernels.formats import E2M1_GRID, Format, Rule, ScaleType, get_format, get_rule
 from mxprobe_kernels.rounding import (
     E8M0_BIAS,
     amax_bits,
@@ -111,13 +103,13 @@ class ErrorFields(NamedTuple):
         return (self.q_star - self.x) * ~self.on_d
 
     def decomposition(self) -> Decomposition:
-        """The sums of these fields, without computing them a second time."""
+        """Return the sums of these fields, without computing them a second time."""
         return Decomposition(_sums(self), self.format.name, self.rule.value)
 
 
 @torch.no_grad()
 def decompose(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Decomposition:
-    """All sums of x [any shape], blocks along `dim`. Float64 throughout: the identity holds to 1e-12 of sum_x2."""
+    """Return all sums of x [any shape], blocks along `dim`, in float64: the identity holds to 1e-12 of sum_x2."""
     rows = rows_of(x, dim)
     tensor_amax = finite_amax(rows) if format.tensor_scale else None
     limit = CPU_TILE_ELEMENTS if x.device.type == "cpu" else DEVICE_TILE_ELEMENTS
@@ -138,8 +130,14 @@ def decompose(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Decompos
 
 
 @torch.no_grad()
-def error_fields(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> ErrorFields:
-    """The decomposition of x element by element, tensors shaped like x; about 60 bytes of memory an element."""
+def error_fields(
+    x: torch.Tensor, *, format: str | Format = "mxfp4", rule: str | Rule = "rceil", dim: int = -1
+) -> ErrorFields:
+    """Return the decomposition of x element by element, tensors shaped like x; it takes about 60 bytes an element.
+
+    `.decomposition()` has its sums. x and errors as for `decompose` in `frontend`.
+    """
+    format, rule = get_format(format), get_rule(rule)
     blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
     tensor_amax = finite_amax(blocks) if format.tensor_scale else None
     sizes = block_sizes((prod(shape.moved[:-1]), shape.moved[-1]), format, x.device)
@@ -147,20 +145,8 @@ def error_fields(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> Error
     return fields._replace(**{name: from_blocks(getattr(fields, name), shape) for name in _ELEMENTWISE})
 
 
-@torch.no_grad()
-def quantize_dequantize(x: torch.Tensor, format: Format, rule: Rule, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x -> (q shaped and typed like x, exponents int32 with N blocks at `dim`).
-
-    A block with a NaN or an infinity is NaN throughout, as E8M0's NaN scale makes it, and has exponent -127. A
-    q past the range of x's dtype is an infinity (float32 amax in (6 - 1/2, 6] * 2^125 and up, float16 at 65536).
-    """
-    blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
-    q, scales = quantized_blocks(blocks, format, rule)
-    return from_blocks(q.to(x.dtype), shape), per_block(scales.exponent.squeeze(-1), shape)
-
-
 def quantized_blocks(blocks: torch.Tensor, format: Format, rule: Rule) -> tuple[torch.Tensor, Scales]:
-    """float32 [R, N, B] -> Q float64 of the same shape (NaN in excluded blocks), and the scales."""
+    """Return Q of blocks, float32 [R, N, B], in float64 (NaN in excluded blocks), and the scales."""
     scales = _scales(blocks, format, rule, finite_amax(blocks) if format.tensor_scale else None)
     z = _scaled(blocks.abs().double().masked_fill_(scales.excluded, 0.0), scales.scale, format)
     q = torch.copysign(_round(z, format).mul_(scales.scale), blocks.double())
@@ -168,7 +154,7 @@ def quantized_blocks(blocks: torch.Tensor, format: Format, rule: Rule) -> tuple[
 
 
 def finite_amax(x: torch.Tensor) -> torch.Tensor:
-    """max|x| over the finite elements, float32 [], 0 for an empty tensor."""
+    """Return max|x| over the finite elements, float32 []; 0 for an empty tensor."""
     if not x.numel():
         return torch.zeros((), device=x.device)
     return x.float().abs().nan_to_num_(nan=0.0, posinf=0.0).amax()
@@ -239,7 +225,7 @@ def _squared_error(magnitude: torch.Tensor, scale: torch.Tensor, format: Format)
 def fields_of(
     blocks: torch.Tensor, sizes: torch.Tensor, format: Format, rule: Rule, tensor_amax: torch.Tensor | None
 ) -> ErrorFields:
-    """float32 [R, N, B], elements of each block int64 [R or 1, N or 1] -> fields, shaped like the blocks."""
+    """Return the fields, shaped like the blocks, of float32 [R, N, B]; sizes [R or 1, N or 1] count real elements."""
     scales = _scales(blocks, format, rule, tensor_amax)
     x = blocks.double().masked_fill_(scales.excluded, 0.0)
     magnitude = x.abs()
@@ -277,7 +263,7 @@ def fields_of(
 
 
 def energies(f: ErrorFields) -> Iterator[torch.Tensor]:
-    """The terms of `columns.ENERGY_SUMS`, element by element, one tensor at a time."""
+    """Yield the terms of `columns.ENERGY_SUMS`, element by element, one tensor at a time."""
     e, e_scale, e_star = f.q - f.x, f.q - f.q_star, f.q_star - f.x
     e_dz = e_star * f.on_d
     e_grid = e_star - e_dz
@@ -299,7 +285,7 @@ def energies(f: ErrorFields) -> Iterator[torch.Tensor]:
 
 
 def flags(f: ErrorFields) -> tuple[torch.Tensor, ...]:
-    """bool, element by element: in the deadzone, zeroed, zeroed by the scale, saturated."""
+    """Return bool by element: in the deadzone, zeroed, zeroed by the scale, saturated."""
     return f.on_d, f.zeroed, f.zeroed & ~f.on_d, f.saturated
 
 
@@ -319,7 +305,7 @@ def _sums(f: ErrorFields) -> torch.Tensor:
 
 
 def count_codes(code: torch.Tensor) -> torch.Tensor:
-    """uint8 codes below 16 -> int64[16]. On a GPU bincount would synchronise, so there they are compared."""
+    """Count uint8 codes below 16, int64 [16]. On a GPU bincount would synchronise, so there they are compared."""
     flat = code.reshape(-1)
     if code.device.type == "cpu":
         return torch.bincount(flat, minlength=CODE_BINS)
@@ -327,14 +313,14 @@ def count_codes(code: torch.Tensor) -> torch.Tensor:
 
 
 def delta_histogram(amax: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """Blocks by delta = log2(s / s*) in 32 bins over [0, 1), int64[32]; zero and excluded blocks are left out."""
+    """Count blocks by delta = log2(s / s*) in 32 bins over [0, 1), int64 [32], without zero and excluded blocks."""
     above = (_above_edges(amax.reshape(-1), scale.reshape(-1), format) & (amax.reshape(-1, 1) > 0)).sum(0)
     at_least = torch.cat(((amax > 0).sum().reshape(1), above, above.new_zeros(1)))
     return at_least[:-1] - at_least[1:]
 
 
 def delta_bins(amax: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
-    """The bin of each block in that histogram, int64, shaped like amax; of no meaning where amax is 0."""
+    """Return the bin of each block in that histogram, int64, shaped like amax; meaningless where amax is 0."""
     return _above_edges(amax, scale, format).sum(-1)
 
 

@@ -35,7 +35,7 @@ class _Rows(NamedTuple):
 
 
 def decompose(x: torch.Tensor, offsets: torch.Tensor, format: Format, rule: Rule, along_tokens: bool) -> torch.Tensor:
-    """x [T, K], offsets [E + 1] -> float64 [E, N_VALUES]."""
+    """Return the values of each expert, float64 [E, N_VALUES], of x [T, K] cut at offsets [E + 1]."""
     rows = rows_of(x, -1)
     n_groups = len(offsets) - 1
     total = torch.zeros((n_groups + 1, N_VALUES), dtype=torch.float64, device=x.device)
@@ -63,7 +63,7 @@ _DELTA = AMAX_INDEX + 1
 
 
 def group_of(index: torch.Tensor, starts: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """index [n] -> the last group that starts at or before it; the number of groups where it is in none."""
+    """Return of each index [n] the last group that starts at or before it; the number of groups where it is in none."""
     group = torch.searchsorted(starts, index, right=True) - 1
     return torch.where((group < 0) | (index >= end), len(starts), group)
 

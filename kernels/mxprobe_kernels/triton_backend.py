@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from mxprobe_kernels.blocks import block_lengths, rows_of
+from mxprobe_kernels.blocks import block_lengths, rows_of, unit_stride
 from mxprobe_kernels.decomposition import Decomposition, empty
 from mxprobe_kernels.formats import MXFP4, Format, Rule
+from mxprobe_kernels.lite_statistics import Lite
 from mxprobe_kernels.rounding import FP32_INF_BITS, power_of_two, scale_exponent
 from mxprobe_kernels.torch_backend import delta_histogram
 from mxprobe_kernels.triton_exact_backend import decompose_format, exact_parts, integers
@@ -41,7 +42,7 @@ INTERPRETED = 0
 def decompose(
     x: torch.Tensor, format: Format, rule: Rule, dim: int, *, enabled: torch.Tensor | None = None
 ) -> Decomposition:
-    """As `torch_backend.decompose`; sums within 1e-6 of float64, codes, counts and histograms exact.
+    """Decompose x as `torch_backend.decompose` does; sums within 1e-6 of float64, codes, counts, histograms exact.
 
     `enabled`: int32 [1] on the device of x; where it holds 0 everything is 0, and x is not read but for its amax, of a
     format with a scale for the tensor or for squares.
@@ -61,16 +62,9 @@ def decompose(
     return Decomposition(values, format.name, rule.value)
 
 
-def unit_stride(rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """rows [R, K], blocks along K -> a matrix of unit stride along its second axis, and whether blocks run down it."""
-    columns = rows.stride(0) == 1 and rows.stride(1) != 1
-    matrix = rows.t() if columns else rows
-    return (matrix if matrix.stride(1) == 1 else matrix.contiguous()), columns
-
-
 @torch.no_grad()
 def lite(x: torch.Tensor, rule: Rule, *, enabled: torch.Tensor | None = None) -> Lite:
-    """Always-on statistics of x [..., K], blocks of 32 along the last axis, which must have unit stride.
+    """Return the always-on statistics of x [..., K], blocks of 32 along the last axis, which must have unit stride.
 
     A quarter to a third of the instructions of `decompose`. ValueError for a tensor whose last axis is strided: a
     copy would cost more than the statistics. `enabled` as there.
@@ -108,17 +102,8 @@ def lite(x: torch.Tensor, rule: Rule, *, enabled: torch.Tensor | None = None) ->
     return Lite(torch.cat((both, exact[19:20])), amax.amax().view(torch.float32))
 
 
-class Lite(NamedTuple):
-    """On the device of the input."""
-
-    sums: torch.Tensor
-    """float64[5]: sum_x2, sum_e2, n_zeroed, n_saturated, n_nonfinite."""
-    amax: torch.Tensor
-    """float32 [], over the blocks without NaN or infinity."""
-
-
 def zeroed_parts(n: int, slots: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros: float64 [n, slots], and the flag, int32 [1], of one allocation."""
+    """Return zeros of one allocation: parts, float64 [n, slots], and the flag, int32 [1]."""
     buffer = torch.zeros(n * slots + 1, dtype=torch.float64, device=device)
     return buffer[:-1].view(n, slots), buffer[-1:].view(torch.int32)[:1]
 
@@ -137,7 +122,7 @@ def _grid(matrix: torch.Tensor, tile: dict[str, int], device: torch.device) -> t
 
 
 def tile_shape(element_bytes: int, columns: bool, lanes: int, covers: bool) -> dict[str, int]:
-    """RR, RL, CC, V of a tile: one warp of `lanes`, 128-bit loads, as many elements a lane as no target spills at.
+    """Return RR, RL, CC, V of a tile: one warp, 128-bit loads, as many elements a lane as no target spills at.
 
     Column blocks take the 32 rows of a tile: there RR * RL = 32. Row blocks have eight elements in a lane, those of
     fp32 by two loads (`JOINS_HALVES`), so that four lanes share what is computed once a block.
@@ -158,7 +143,7 @@ def tile_shape(element_bytes: int, columns: bool, lanes: int, covers: bool) -> d
 
 
 def lite_tile_shape(element_bytes: int, lanes: int) -> dict[str, int]:
-    """Row tiles of the lite kernel, whose few sums leave NVIDIA's registers room for twice the rows."""
+    """Return row tiles of the lite kernel, whose few sums leave NVIDIA's registers room for twice the rows."""
     vector = 16 // element_bytes
     if lanes == INTERPRETED:
         return {"RR": 8, "RL": 4, "CC": 8, "V": vector}
@@ -166,7 +151,7 @@ def lite_tile_shape(element_bytes: int, lanes: int) -> dict[str, int]:
 
 
 def kernel_options(rule: Rule, dtype: torch.dtype, columns: bool, lanes: int, mask: bool) -> dict[str, object]:
-    """The constexpr arguments of `full_statistics`."""
+    """Return the constexpr arguments of `full_statistics`."""
     return {
         "BIAS": MXFP4.amax_bias(rule),
         "COVERS": rule.covers_amax,
@@ -181,7 +166,7 @@ def kernel_options(rule: Rule, dtype: torch.dtype, columns: bool, lanes: int, ma
 
 
 def lite_options(rule: Rule, dtype: torch.dtype, lanes: int, mask: bool) -> dict[str, object]:
-    """The constexpr arguments of `lite_statistics`."""
+    """Return the constexpr arguments of `lite_statistics`."""
     return {
         "BIAS": MXFP4.amax_bias(rule),
         "COVERS": rule.covers_amax,
@@ -246,7 +231,7 @@ def launch_full(
 
 
 def launch_options(lanes: int) -> dict[str, int]:
-    """One warp. Left alone, ptxas holds column blocks to 168 registers on sm_100 and sm_120, and spills."""
+    """Return one warp and its registers: ptxas alone holds column blocks to 168 on sm_100 and sm_120, and spills."""
     return {"num_warps": 1, "enable_fp_fusion": True, **({"maxnreg": 255} if lanes == 32 else {})}
 
 
@@ -262,7 +247,7 @@ class BlockStatistics(NamedTuple):
 
 
 def block_statistics(amax: torch.Tensor, lengths: torch.Tensor, rule: Rule) -> BlockStatistics:
-    """amax of all blocks, NaN or infinite in excluded ones, and lengths [1, blocks], as of one group."""
+    """Return the statistics of one group from amax of all blocks (excluded: NaN or infinite), lengths [1, blocks]."""
     bits = amax.reshape(-1).float().view(torch.int32)
     excluded = bits >= FP32_INF_BITS
     bits = bits.masked_fill(excluded, 0)
@@ -277,7 +262,7 @@ def block_statistics(amax: torch.Tensor, lengths: torch.Tensor, rule: Rule) -> B
 def finish(
     fast: torch.Tensor, exact: torch.Tensor, flag: torch.Tensor, blocks: BlockStatistics, rule: Rule
 ) -> torch.Tensor:
-    """Slots of `triton_kernels` [G, N_SLOTS] and of `triton_exact` [G, EXACT_SLOTS] -> float64 [G, N_VALUES]."""
+    """Return float64 [G, N_VALUES] from slots of `triton_kernels` [G, N_SLOTS] and `triton_exact` [G, EXACT_SLOTS]."""
     x2, xe, xr, e2, b2, g2, d2, bg, z2, e = fast[:, :10].unbind(1)
     bd, b2_saturated, e2_on_d, e2_saturated = fast[:, 10:14].unbind(1)
     n_deadzone, nulls, n_saturated, n_by_scale = fast[:, 14:CODE_SLOT].unbind(1)

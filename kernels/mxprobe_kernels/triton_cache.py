@@ -25,19 +25,8 @@ from triton.runtime import cache
 CHOICES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")
 _KNOBS = ("dir", "home_dir", "manager_class")
 NETWORK = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "glusterfs",
-    "9p",
-    "afs",
-    "wekafs",
-    "panfs",
+    *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+    *("9p", "afs", "wekafs", "panfs"),
 )
 FALLBACKS = ("/tmp", "/var/tmp")
 _MOUNTS = "/proc/mounts"
@@ -45,7 +34,7 @@ _MOUNTS = "/proc/mounts"
 
 @contextmanager
 def local_cache() -> Generator[str, None, None]:
-    """Within it, what this thread compiles is kept in the directory yielded; "" where the process's choice stands."""
+    """Keep what this thread compiles inside in the directory yielded; "" where the process's choice stands."""
     directory = "" if is_chosen() else local_directory()
     if not directory:
         yield ""
@@ -66,13 +55,13 @@ def local_cache() -> Generator[str, None, None]:
 
 
 def is_chosen() -> bool:
-    """Whether the user, or a library of theirs, has said where this process keeps what Triton compiles."""
+    """Return whether the user, or a library of theirs, has said where this process keeps what Triton compiles."""
     own = vars(_knobs().cache) if _knobs() is not None else {}
     return any(os.environ.get(name) for name in CHOICES) or any(own.get(name) is not None for name in _KNOBS)
 
 
 def local_directory() -> str:
-    """`BASE/mxprobe-triton-UID`, made 0700, on the first base that is no network file system; "" if there is none."""
+    """Make `BASE/mxprobe-triton-UID`, mode 0700, on the first base that is no network file system; "" without one."""
     for base in dict.fromkeys((tempfile.gettempdir(), *FALLBACKS)):
         directory = os.path.join(base, f"mxprobe-triton-{os.getuid()}")
         if file_system_of(base) in NETWORK:
@@ -88,7 +77,7 @@ def local_directory() -> str:
 
 
 def file_system_of(path: str, mounts: str = _MOUNTS) -> str:
-    """Its type by the kernel's table, `nfs4` say; "" where that cannot be read."""
+    """Return the file system's type by the kernel's table, e.g. `nfs4`; "" where that cannot be read."""
     path, best = os.path.realpath(path), ("", "")
     try:
         with open(mounts, encoding="utf-8", errors="surrogateescape") as file:
@@ -110,7 +99,7 @@ def _knobs() -> Any:
 
 
 def _place() -> tuple[dict[str, Any], str, Callable[..., Any]]:
-    """The dictionary and the key in it under which Triton looks for its manager, and the one it would use."""
+    """Return the dictionary and the key under which Triton looks for its manager, and the one it would use."""
     knobs = _knobs()
     if knobs is not None:
         return knobs.cache.__dict__, "manager_class", cache.FileCacheManager
@@ -118,7 +107,7 @@ def _place() -> tuple[dict[str, Any], str, Callable[..., Any]]:
 
 
 def _by_thread(ident: int, directory: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of a manager's class: called with a key, and with what kind of files is meant."""
+    """Return what stands in for a manager's class, called with a key and with what kind of files is meant."""
 
     class Local(cache.FileCacheManager):
         def __init__(self, key: str) -> None:

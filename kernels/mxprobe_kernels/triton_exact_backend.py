@@ -27,12 +27,12 @@ INTERPRETED_ELEMENTS = 1 << 12
 
 
 def integers(matrix: torch.Tensor) -> torch.Tensor:
-    """bf16 as the kernels take it: int16 bits."""
+    """Return bf16 as the kernels take it, int16 bits; other dtypes as they are."""
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
 
 
 def programs(device: torch.device) -> int:
-    """At most so many programs are started, unless a program would have too much to do."""
+    """Return how many programs are started at most, unless a program would have too much to do."""
     return 2 if device.type == "cpu" else 4096
 
 
@@ -43,7 +43,7 @@ def tile_rows(format: Format, device: torch.device) -> int:
 
 
 def options(format: Format, rule: Rule, dtype: torch.dtype, rows: int) -> dict[str, object]:
-    """The constexpr arguments of `exact_statistics`, but for GROUPED_COLUMNS; tiles of that many rows."""
+    """Return the constexpr arguments of `exact_statistics`, but for GROUPED_COLUMNS; tiles of that many rows."""
     return {
         "SQUARE": format.block_rows > 1,
         "CODES": format.grid == E2M1_GRID,
@@ -67,9 +67,9 @@ def exact_parts(
     offsets: torch.Tensor | None = None,
     grouped_columns: bool = False,
 ) -> torch.Tensor:
-    """rows [R, K] of any strides, blocks along K -> float64 [programs, EXACT_SLOTS], or [G, programs, EXACT_SLOTS].
+    """Return float64 [programs, EXACT_SLOTS], or [G, programs, EXACT_SLOTS], of rows [R, K] of any strides.
 
-    Zeros where `flag`, int32 [1], holds 0; the other tensors as in `exact_statistics`.
+    Blocks run along K. Zeros where `flag`, int32 [1], holds 0; the other tensors as in `exact_statistics`.
     """
     height = tile_rows(format, rows.device)
     groups = 1 if offsets is None else len(offsets) - 1
@@ -100,7 +100,7 @@ def exact_parts(
 
 
 def decompose_format(rows: torch.Tensor, format: Format, rule: Rule, enabled: torch.Tensor | None) -> torch.Tensor:
-    """rows [R, K], blocks along K -> float64 [N_VALUES].
+    """Return float64 [N_VALUES] of rows [R, K], blocks along K.
 
     Where `enabled` holds 0 the caller has to zero the result; rows are then not read but for their amax, of a format
     with a scale for the tensor or for squares.

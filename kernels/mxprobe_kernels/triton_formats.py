@@ -13,14 +13,14 @@ import triton.language as tl
 
 from mxprobe_kernels.formats import Format, Rule, ScaleType
 
-E8M0, E4M3, FP32, E6M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-_SCALES = {ScaleType.E8M0: 0, ScaleType.E4M3: 1, ScaleType.FP32: 2, ScaleType.E6M2: 3}
+E8M0, E4M3, FP32, E6M2 = (tl.constexpr(place) for place in range(len(ScaleType)))
+"""Places in `ScaleType`."""
 
 
 def constants(format: Format, rule: Rule) -> dict[str, Any]:
     """The constexpr arguments that describe a format under a rule."""
     return {
-        "SCALE": _SCALES[format.scale],
+        "SCALE": tuple(ScaleType).index(format.scale),
         "BIAS": format.amax_bias(rule),
         "FLOOR_BIAS": format.amax_bias(Rule.FLOOR),
         "EMAX": format.max_exponent,

@@ -28,11 +28,11 @@ from mxprobe_kernels.triton_exact_backend import exact_parts
 from mxprobe_kernels.triton_kernels import N_SLOTS
 
 MAX_TILES_PER_PROGRAM = 256
-"""Were all tokens one expert's. Usually a program has a small part of that."""
+"""Limit if all tokens were one expert's. Usually a program has a small part of that."""
 
 
 def decompose(x: torch.Tensor, offsets: torch.Tensor, rule: Rule, along_tokens: bool) -> torch.Tensor:
-    """x [T, K], offsets int [E + 1] -> float64 [E, N_VALUES]; MXFP4, blocks along K or down an expert's tokens."""
+    """Return float64 [E, N_VALUES] of x [T, K] cut at offsets [E + 1]; blocks along K or down an expert's tokens."""
     n_groups, device = len(offsets) - 1, x.device
     if not x.numel() or not n_groups:
         return torch.zeros((n_groups, N_VALUES), dtype=torch.float64, device=device)
@@ -61,7 +61,7 @@ def decompose(x: torch.Tensor, offsets: torch.Tensor, rule: Rule, along_tokens: 
 def _blocks(
     amax: torch.Tensor, offsets: torch.Tensor, matrix: torch.Tensor, rule: Rule, along_tokens: bool
 ) -> BlockStatistics:
-    """Of each expert, from the amax of all blocks."""
+    """Return the block statistics of each expert, from the amax of all blocks."""
     n_groups = len(offsets) - 1
     index = torch.arange(len(amax), device=amax.device)
     if along_tokens:  # expert e's first block is row offsets[e] // 32 + e

@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mxprobe_kernels.policy import TokenStatistics
-
 CHUNK = 2048
 LOWEST = tl.constexpr(-3.0e38)
 """In place of -inf, whose difference with itself is NaN."""
@@ -58,8 +56,10 @@ def token_kernel(
 
 
 @torch.no_grad()
-def token_statistics(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> TokenStatistics:
-    """As `policy.token_statistics`, within a few float32 roundings. Never synchronises."""
+def token_statistics(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the fields of `policy.TokenStatistics`, within a few float32 roundings. Never synchronises."""
     n, width = logits.shape
     log_prob = torch.empty(n, dtype=torch.float32, device=logits.device)
     entropy = torch.empty_like(log_prob)
@@ -69,4 +69,4 @@ def token_statistics(logits: torch.Tensor, tokens: torch.Tensor, temperature: fl
             CHUNK=min(CHUNK, triton.next_power_of_2(width)),
             num_warps=4,
         )
-    return TokenStatistics(log_prob, entropy)
+    return log_prob, entropy

@@ -169,7 +169,7 @@ def correction_errors(
             low = (number & 0xFFFFFFFF).to(tl.uint32)
             high = (number >> 32).to(tl.uint32)
             for four in tl.static_range(DRAWS // 4):
-                words = tl.philox(SEED, low, high, low * 0 + four, low * 0)
+                words = tl.philox(SEED, low, high, low * 0 + four, bits)
                 for k in tl.static_range(4):
                     uniform = (words[k] >> 8).to(tl.float64) * 5.9604644775390625e-08
                     c = tl.minimum(tl.floor(z / step + uniform) * step, 6.0)

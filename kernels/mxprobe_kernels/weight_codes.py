@@ -1,10 +1,8 @@
-"""Two versions of a weight as the engine holds them: hashes of their codes, and what an update changed. Shipped.
+"""A weight as the engine holds it: a hash of its codes; and sketches of matrices by hashed signs. Shipped.
 
-    hash    = sum over elements of mix(bits of Q(w), row, column)  mod 2^64      order-independent: shards add
-    changed = elements with Q(w') != Q(w)
-    cos     = <dQ, dW> / |dQ| |dW|      dW = w' - w, dQ = Q(w') - Q(w)
+    hash = sum over elements of mix(bits of Q(w), row, column)  mod 2^64      order-independent: shards add
 
-Rows are groups of experts where `offsets` says so. Never synchronises, touches no random state.
+Never synchronises, touches no random state.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from mxprobe_kernels.formats import Format, Rule, get_format, get_rule
 from mxprobe_kernels.quantizer import quantize_dequantize
 
 CHUNK_ELEMENTS = 1 << 20
-CHANGE_COLUMNS = ("n", "n_changed", "sum_dw2", "sum_dq2", "sum_dw_dq")
 
 _ROW, _COLUMN = -7046029254386353131, -4658895280553007687  # odd, from splitmix64
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
@@ -32,7 +29,7 @@ def code_hash(
     first_row: int = 0,
     first_column: int = 0,
 ) -> torch.Tensor:
-    """int64 [] of w [O, K], blocks along K; zeros of either sign are alike.
+    """Return the hash of w [O, K], int64 [], with blocks along K; zeros of either sign are alike.
 
     A shard whose place in the whole is given by `first_row` and `first_column` yields its part of the whole's hash:
     parts are added (they wrap). ValueError where a shard cuts a block, or w is no matrix.
@@ -44,7 +41,7 @@ def code_hash(
     column = torch.arange(first_column, first_column + _matrix(w).shape[1], device=w.device) * _COLUMN
     total = torch.zeros((), dtype=torch.int64, device=w.device)
     for begin, part in _chunks(w, record):
-        q, _ = quantize_dequantize(part.float(), record, chosen, -1)
+        q, _ = quantize_dequantize(part.float(), format=record, rule=chosen)
         row = torch.arange(first_row + begin, first_row + begin + len(part), device=w.device) * _ROW
         bits = (q + 0.0).view(torch.int32).to(torch.int64)
         total += mix(bits + row[:, None] + column).sum()
@@ -52,49 +49,15 @@ def code_hash(
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
-    """The finalizer of splitmix64, int64 to int64."""
+    """Return the finalizer of splitmix64 of z, int64 to int64."""
     z = (z ^ ((z >> 30) & (1 << 34) - 1)) * _FIRST
     z = (z ^ ((z >> 27) & (1 << 37) - 1)) * _SECOND
     return z ^ ((z >> 31) & (1 << 33) - 1)
 
 
 @torch.no_grad()
-def code_changes(
-    before: torch.Tensor,
-    after: torch.Tensor,
-    *,
-    format: str | Format = "mxfp4",
-    rule: str | Rule = "rceil",
-    offsets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """float64 [E, 5] by `CHANGE_COLUMNS`, from two versions [R, K] of a weight, blocks along K.
-
-    `offsets`: int64 [E + 1], first row of each expert and the end of the last, on the device of the weights; E = 1
-    and all rows without. Non-finite blocks count as unchanged. ValueError where the shapes differ.
-    """
-    record, chosen = get_format(format), get_rule(rule)
-    if _matrix(before).shape != _matrix(after).shape:
-        raise ValueError(f"versions of a weight are alike in shape, not {tuple(before.shape)}, {tuple(after.shape)}")
-    n_groups = 1 if offsets is None else len(offsets) - 1
-    total = torch.zeros((n_groups + 1, len(CHANGE_COLUMNS)), dtype=torch.float64, device=before.device)
-    for begin, part in _chunks(before, record):
-        old, new = part.double(), after[begin : begin + len(part)].double()
-        dq = quantize_dequantize(new, record, chosen, -1)[0] - quantize_dequantize(old, record, chosen, -1)[0]
-        dq, dw = dq.nan_to_num(0.0, 0.0, 0.0), (new - old).nan_to_num(0.0, 0.0, 0.0)
-        n = torch.full((len(part),), float(part.shape[1]), dtype=torch.float64, device=part.device)
-        sums = torch.stack((n, (dq != 0).sum(1).double(), (dw * dw).sum(1), (dq * dq).sum(1), (dw * dq).sum(1)), 1)
-        rows = torch.arange(begin, begin + len(part), device=part.device)
-        if offsets is None:
-            group = torch.zeros_like(rows)
-        else:  # rows before the first or past the last expert belong to none: the extra group
-            group = (torch.searchsorted(offsets, rows, right=True) - 1) % (n_groups + 1)
-        total.index_add_(0, group, sums)
-    return total[:n_groups]
-
-
-@torch.no_grad()
 def row_sketch(x: torch.Tensor, n: int, *, seed: int = 0) -> torch.Tensor:
-    """S x, float64 [n, C], of x [M, C]: S [n, M] of random signs, so that E[(Sx)^T (Sx)] = n x^T x.
+    """Return S x, float64 [n, C], of x [M, C] with random signs S [n, M]: E[(Sx)^T (Sx)] = n x^T x.
 
     Signs are hashes of (seed, sketch, row): the same for every tensor of one seed, which may then be compared.
     """

@@ -12,14 +12,13 @@ import torch
 
 from mxprobe_kernels import stochastic
 from mxprobe_kernels.blocks import from_blocks, rows_of, to_blocks
-from mxprobe_kernels.corrections import apply_correction
-from mxprobe_kernels.formats import MXFP4, Correction, CorrectionKind, Rule, get_rule
+from mxprobe_kernels.corrections import quantize_operand
+from mxprobe_kernels.formats import MXFP4, Rule, get_format, get_rule
 from mxprobe_kernels.frontend import pick_backend
+from mxprobe_kernels.recipe_grammar import Correction, Operand
 from mxprobe_kernels.rounding import amax_bits
 
 WHATIF_COLUMNS = ("n", "n_zeroed", "sum_e2", "sum_e2_on_d")
-DRAWS = 8
-"""Of stochastic rounding: its counts and energies are means over so many."""
 CHUNK_ELEMENTS = 1 << 20
 
 
@@ -32,7 +31,7 @@ def correction_errors(
     dim: int = -1,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """float64 [corrections, 4] by `WHATIF_COLUMNS`, on the device of x; the error off D is what is left of sum_e2.
+    """Return float64 [corrections, 4] by `WHATIF_COLUMNS`, on the device of x. The error off D is the rest of sum_e2.
 
     x as for `apply_correction`, corrections spelled as there. Elements of blocks (of 32) with a NaN or an infinity, and
     those that a correction turns into one, count for nothing. One launch a correction on a GPU, and nothing is read
@@ -44,30 +43,32 @@ def correction_errors(
     rows = rows_of(x, dim)
     found: list[torch.Tensor] = []
     for correction in corrections:
-        parsed = Correction.parse(correction) if isinstance(correction, str) else correction
+        operand = Operand.from_correction(correction, base)
         if picked == "triton" and rows.numel():
             from mxprobe_kernels import triton_whatif
 
-            if triton_whatif.supports(parsed):
-                found.append(triton_whatif.errors(rows, parsed, base))
+            if triton_whatif.supports(operand):
+                found.append(triton_whatif.errors(rows, operand))
                 continue
-        found.append(_errors(rows, parsed, base))
+        found.append(_errors(rows, operand))
     return torch.stack(found) if found else torch.zeros((0, len(WHATIF_COLUMNS)), dtype=torch.float64, device=x.device)
 
 
-def _errors(rows: torch.Tensor, correction: Correction, rule: Rule) -> torch.Tensor:
+def _errors(rows: torch.Tensor, operand: Operand) -> torch.Tensor:
     """rows [R, K] -> float64 [4]."""
     total = torch.zeros(len(WHATIF_COLUMNS), dtype=torch.float64, device=rows.device)
-    whole = correction.needs_whole_tensor or correction.kind is CorrectionKind.STOCHASTIC
+    whole = operand.needs_whole_tensor or operand.stochastic
     step = max(len(rows), 1) if whole else max(CHUNK_ELEMENTS // max(rows.shape[1], 1), 1)
     for begin in range(0, len(rows), step):
         part = rows[begin : begin + step]
         finite, on_d = _regions(part)
-        if correction.kind is CorrectionKind.STOCHASTIC:
-            for draw in range(DRAWS):
-                total += _sums(part, stochastic.quantize(part, rule, -1, draw), finite, on_d) / DRAWS
+        if operand.stochastic:
+            format = get_format(operand.format)
+            for draw in range(stochastic.DRAWS):
+                q = stochastic.quantize(part, format, operand.rule, -1, draw=draw)
+                total += _sums(part, q, finite, on_d) / stochastic.DRAWS
         else:
-            total += _sums(part, apply_correction(part, correction, rule=rule), finite, on_d)
+            total += _sums(part, quantize_operand(part, operand), finite, on_d)
     return total
 
 

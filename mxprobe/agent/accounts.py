@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,7 +44,7 @@ class Accounts:
         measuring = self._measuring or context.worker.backlog > 0
         how = {"measuring": measuring, "probed": clock.is_watched, "slower": clock.is_slower}
         self._budget.charge(clock.step_ns, clock.hook_ns, **how)
-        row = {"step": clock.step, "time_ns": time.time_ns(), "probed": clock.probed}
+        row = {"step": clock.step, "time_ns": clock.ended_ns, "probed": clock.probed}
         row.update(step_ns=clock.step_ns, probe_ns=clock.hook_ns)
         return Job(lambda: self._rows(row), is_urgent=clock.is_watched, flush=clock.probed)
 

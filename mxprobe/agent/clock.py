@@ -36,6 +36,8 @@ class Clock:
         """The hooks come out at the end of this step."""
         self.hook_ns = 0
         self.step_ns = 0
+        self.ended_ns = 0
+        """When the last step was over, by the wall clock."""
         self._last_ns = time.perf_counter_ns()
 
     @property
@@ -45,7 +47,7 @@ class Clock:
 
     def advance(self) -> None:
         """The step is over; call at an optimizer-step boundary."""
-        now = time.perf_counter_ns()
+        now, self.ended_ns = time.perf_counter_ns(), time.time_ns()
         self.step_ns, self._last_ns = now - self._last_ns, now
 
     def next(self) -> None:

@@ -13,8 +13,8 @@ import mxprobe_kernels
 
 _TOP_LEVEL = ("__init__", "_version", "schema", "events", "protocol", "errors")
 EMULATION = (
-    *("__init__", "api", "attention", "automatic", "control", "linear", "modules", "operand", "quantizer"),
-    *("recipe", "selection"),
+    *("__init__", "api", "attention", "automatic", "control", "linear", "modules", "quantizer", "recipe"),
+    "selection",
 )
 """Shipped, and loaded only when `mxprobe set` asks for it: importing it registers an operator with torch."""
 

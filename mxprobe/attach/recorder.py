@@ -13,7 +13,7 @@ from mxprobe.metrics import canonicalize
 from mxprobe.protocol import Frame
 from mxprobe.trace import Retention, TraceWriter
 from mxprobe.trace.layout import looks_like_trace
-from mxprobe.trace.remote import Mirror
+from mxprobe.trace.object_store import Mirror
 
 # Of one process, and the same for all; at the top level of `run.json` only.
 _SHARED = ("config", "command_line", "started_ns")

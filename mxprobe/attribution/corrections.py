@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mxprobe.schema import Component
-from mxprobe_kernels.formats import CorrectionKind, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .costs import cost_of, tier_of
 from .intervals import Gain, gain_of
@@ -31,8 +32,6 @@ from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
 KEEP = CorrectionKind.KEEP_HIGH_PRECISION.value
-_NEVER = (f"{CorrectionKind.RULE}:{Rule.FLOOR_DIV}", f"{CorrectionKind.CHANNEL_RESIDUAL}:")
-"""A bug's signature, not a remedy; and what ranks channels by the error it is then scored on, and no engine has."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +229,12 @@ def scored(
     cures: bool | None,
     is_active: bool = False,
 ) -> CorrectionScore:
-    """Return the score of a correction with its cost, and whether it passes every threshold."""
-    cost = cost_of(correction, thresholds.device)
+    """Return the score of a correction with its cost, and whether it passes every threshold.
+
+    `floor_div` never does: it is a bug's signature, not a remedy. Nor does `channels:K`, which ranks channels by the
+    error that it is then scored on, and which no engine has.
+    """
+    cost, parsed = cost_of(correction, thresholds.device), Correction.parse(correction)
     return CorrectionScore(
         correction=correction,
         tier=tier_of(correction),
@@ -248,7 +251,8 @@ def scored(
         is_active=is_active,
         is_eligible=(
             not is_active
-            and not correction.startswith(_NEVER)
+            and parsed.parameter is not Rule.FLOOR_DIV
+            and parsed.kind is not CorrectionKind.CHANNEL_RESIDUAL
             and gain.value >= thresholds.min_gain
             and gain.low > thresholds.min_gain_low
             and recovery >= thresholds.min_recovery

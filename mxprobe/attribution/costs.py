@@ -7,7 +7,7 @@ rotating touch each element once, which is small beside a GEMM and not zero. `bi
 
 from dataclasses import dataclass
 
-from mxprobe_kernels.formats import Correction, CorrectionKind
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .devices import DEFAULT_DEVICE, DEVICES, extra_passes
 

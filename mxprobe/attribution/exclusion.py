@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.schema import Role
-from mxprobe_kernels.formats import CorrectionKind
+from mxprobe_kernels.recipe_grammar import CorrectionKind
 
 from .patterns import exact_patterns
 from .ratios import left_by_corrections

@@ -9,7 +9,7 @@ nothing and is never another's copy. Rows of traces without the column, and of o
 contraction that is sharded the product of each rank is a partial sum: energies add up to those of the
 whole, output sums to those of the parts.
 
-Names are those of the whole model, and different layers of one name are kept apart: `mxprobe.trace.identity`.
+Names are those of the whole model, and different layers of one name are kept apart: `mxprobe.trace.name_conflicts`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
-from mxprobe_kernels.formats import Correction, CorrectionKind
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 SAME_AS = {"slime": "megatron", "miles": "megatron", "transformer-engine": "megatron"}
 """Frameworks whose training runs through another's options."""

@@ -6,6 +6,7 @@ into 64 blocks: a block bootstrap, which respects that neighbouring steps are al
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pandas as pd
 from mxprobe.schema import Phase, Role
 from mxprobe.trace import Trace
 from mxprobe.trace.aggregation import BIN, Aggregation
-from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import Operand
 
 from .explained import ExplainedMismatch, explained_mismatch
 from .rollouts import Sides, both_sides
@@ -262,17 +263,17 @@ def _recipes(
     return tuple(recipes), is_exact
 
 
-def correction_of(recipe_side: str) -> str:
-    """Return the what-if that a side of a recipe amounts to, "" for `none`.
+@cache
+def correction_of(side: str) -> str:
+    """Return the what-if that a side of a recipe amounts to, e.g. `of:0.5` for `mxfp4+of:0.5`.
 
-    `mxfp4+of:0.5` -> `of:0.5`, `mxfp4+floor` -> `rule:floor`, `nvfp4` -> `nvfp4`.
+    "" for `none`, where nothing was measured, and for a spelling that this version does not know.
     """
-    format, _, how = recipe_side.partition("+")
-    if format in ("", "none"):
+    try:
+        operand = Operand.parse(side)
+    except ValueError:
         return ""
-    if not how:
-        return format
-    return f"rule:{how}" if how in {rule.value for rule in Rule} else how
+    return str(operand.correction or "") if not operand.is_high_precision else ""
 
 
 def _operand_sums(trace: Trace, forward: _Forward, recipes: tuple[tuple[str, str], ...], axes: _Axes) -> OperandSums:

@@ -12,7 +12,8 @@ from textwrap import indent, wrap
 
 from mxprobe.errors import UsageError
 from mxprobe.schema import Role
-from mxprobe_kernels.formats import Correction, CorrectionKind, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .knobs import SAME_AS, WHERE_TO_CALL, knob_for
 from .recommendation import OperandGroup, Snippet

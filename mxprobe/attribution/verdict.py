@@ -9,6 +9,7 @@ import numpy as np
 from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from . import evidence, ratios, words
 from .agreement import resample_agreement, with_held_out_gains
@@ -160,7 +161,7 @@ def _caveats(trace: Trace, measured: Measured, decision: Decision, thresholds: T
         sampled = trace.table("tensors", ("sampled_frac",))["sampled_frac"].min()
         if sampled < 1.0:
             said.append(f"Rows and features were sampled, down to {words.percent(float(sampled))} of a tensor.")
-    if any(name.startswith("of:") for name in decision.chosen):
+    if any(Correction.parse(name).kind is CorrectionKind.OUTLIER_FALLBACK for name in decision.chosen):
         said.append(
             "Alpha of the outlier fallback was chosen by output error, which always prefers 1; the paper's 0.5 comes "
             "from rollout drift and accuracy."

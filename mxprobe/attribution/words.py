@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from mxprobe.schema import Component, Role
-from mxprobe_kernels.formats import Correction, CorrectionKind
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .recommendation import OperandGroup
 from .updates import UpdateVisibility

@@ -12,8 +12,8 @@ import pandas as pd
 from mxprobe.attribution.rollouts import modules_behind
 from mxprobe.schema import Phase
 from mxprobe.trace import Trace
+from mxprobe_kernels.recipe_grammar import NONE
 
-NONE = "none"
 EXACT_SHARE = 0.9
 """Part of a side's rows that one recipe must reproduce exactly for the side to be called exact."""
 UNEXPLAINED_ERROR = 1e-4

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mxprobe.measuring.recipes import CORRECTED, EXACT_FRAC, NONE, OTHER_FORMATS, RULES, Call, infer_recipe, quantize
+from mxprobe.measuring.recipes import CORRECTED, EXACT_FRAC, OTHER_FORMATS, RULES, Call, infer_recipe, quantize
+from mxprobe_kernels.recipe_grammar import NONE
 
 from .pitfalls import PITFALLS, Finding
 

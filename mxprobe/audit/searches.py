@@ -16,6 +16,8 @@ from mxprobe.attribution.weight_changes import weight_changes
 from mxprobe.events import EXPERTS, NONFINITE, WEIGHT_SYNC, Event
 from mxprobe.schema import Phase
 from mxprobe.trace.event_facts import events_of
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import Operand
 
 from .modules import ModuleAudit, SideAudit
 from .pitfalls import PITFALLS, Finding
@@ -23,6 +25,7 @@ from .pitfalls import PITFALLS, Finding
 ROUTERS = ("*router*", "*.gate", "gate", "*shared_expert_gate*")
 HEADS = ("*lm_head*", "*embed_out*", "*embed_tokens*", "*.output_layer", "*.score", "*classifier*")
 SIDES = ("train", "rollout")
+_FLOOR_DIV = Operand("mxfp4", Rule.FLOOR_DIV).inferred
 
 
 class Seen(NamedTuple):
@@ -75,7 +78,7 @@ def find_pitfalls(modules: Sequence[ModuleAudit], events: pd.DataFrame) -> tuple
 @finds("floor_div")
 def _floor_div(seen: Seen) -> Found:
     for side in SIDES:
-        named = [name for name, found in seen.on(side) if found.exact and _uses(found, "floor_div")]
+        named = [name for name, found in seen.on(side) if found.exact and _FLOOR_DIV in found.recipe]
         if named:
             yield tuple(named), f"in {side}: its values reproduce the outputs exactly"
 
@@ -271,10 +274,6 @@ def _nonfinite(seen: Seen) -> Found:
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _uses(side: SideAudit, rule: str) -> bool:
-    return any(recipe.partition("+")[2] == rule for recipe in side.recipe)
 
 
 def _is_plain(side: SideAudit) -> bool:

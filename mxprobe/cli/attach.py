@@ -168,8 +168,8 @@ def command(
 
     found = _targets(pids, job=job, ray=ray, wait_s=wait or 0.0)
     # Not before it is known that there is a process: this brings pyarrow.
-    from mxprobe.trace.remote import check_reachable as check_store
-    from mxprobe.trace.remote import name_of, url_of
+    from mxprobe.trace.object_store import check_reachable as check_store
+    from mxprobe.trace.object_store import name_of, url_of
 
     if found.nodes:
         if output is not None and url_of(output) is not None:

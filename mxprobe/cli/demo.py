@@ -15,7 +15,7 @@ from mxprobe.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mxprobe.demo.loop import Foretold
+    from mxprobe.demo.second_run import Prediction
 
 
 @click.command("demo")
@@ -44,7 +44,7 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
     from mxprobe.cli import compare as compare_command
     from mxprobe.cli.recommend import show
     from mxprobe.comparison import compare
-    from mxprobe.demo.loop import foretell, mismatch_of
+    from mxprobe.demo.second_run import mismatch_of, predict
     from mxprobe.trace import open_trace
     from mxprobe_reports import write_report
 
@@ -77,14 +77,14 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
         write_report(corrected, recommend(corrected), paths.second.report)
         compare_command.show(compare(trace, corrected))
         second = replay(chosen, paths.second, seed=seed, correction=paths.correction)
-        _show_foretold(foretell(first, second, (mismatch_of(trace), mismatch_of(corrected))))
+        _show_predictions(predict(first, second, (mismatch_of(trace), mismatch_of(corrected))))
 
     written = [paths.trace, paths.report, paths.second.trace, paths.second.report]
     status.print("\nwritten " + escape("\n        ".join(str(path) for path in written if path.exists())))
     status.print(f"[dim]{time.monotonic() - started:.0f} s in all[/]")
 
 
-def _show_foretold(found: tuple[Foretold, ...]) -> None:
+def _show_predictions(found: tuple[Prediction, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -94,7 +94,7 @@ def _show_foretold(found: tuple[Foretold, ...]) -> None:
         table.add_column(heading, justify="left" if heading in ("rollout against trainer", "") else "right")
     for each in found:
         predicted = f"{each.predicted:.2g} [{each.low:.2g}, {each.high:.2g}]"
-        table.add_row(each.measure, f"{each.before:.2g}", predicted, f"{each.after:.2g}", str(each.moved))
+        table.add_row(each.measure, f"{each.before:.2g}", predicted, f"{each.after:.2g}", str(each.outcome))
     out.print()
     out.print(table)
     out.print("[dim]nats per token. The trainer is in high precision: its gradients hold no error to correct.[/]")

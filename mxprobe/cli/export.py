@@ -60,7 +60,7 @@ def command(
     from mxprobe.trace import open_trace
 
     if upload is not None:
-        from mxprobe.trace.remote import upload as copy
+        from mxprobe.trace.object_store import upload as copy
 
         copy(open_trace(trace).directory, upload)
         click.echo(upload)

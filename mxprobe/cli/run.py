@@ -88,7 +88,7 @@ def _emulation(text: str) -> dict[str, str]:
 
 def _attach_later(pid: int, output: Path, *, ranks: bool, record: bool) -> None:
     """Start `mxprobe attach` beside the job, as nobody's child: the job must not come to wait for it."""
-    from mxprobe.trace.remote import name_of, url_of
+    from mxprobe.trace.object_store import name_of, url_of
 
     url = url_of(output)
     beside = output if url is None else Path(name_of(url))

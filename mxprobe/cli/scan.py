@@ -14,7 +14,8 @@ from mxprobe.errors import EXIT_TRACE
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mxprobe.scan import ScanResult, ScanSettings
+    from mxprobe.scan.scanner import ScanResult
+    from mxprobe.scan.settings import ScanSettings
 
 _ARMS = {"q": "quantized", "qstar": "with ideal scales", "qstar_dz": "and no deadzone"}
 _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
@@ -85,10 +86,10 @@ def command(
     from rich.markup import escape
 
     from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
-    from mxprobe.scan import ScanSettings
+    from mxprobe.scan.settings import ScanSettings
     from mxprobe.scan.summary import summarise
     from mxprobe.trace import open_trace
-    from mxprobe_kernels.formats import DEFAULT_WHATIFS
+    from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
     settings = ScanSettings(
         format=format_,
@@ -121,7 +122,7 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from mxprobe.scan import scan
+    from mxprobe.scan.scanner import scan
 
     columns = (
         BarColumn(),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mxprobe.errors import MxprobeError, UsageError
 
-from .loop import Replay
+from .second_run import Replay
 
 STEPS = 250
 PROBE_EVERY = 10
@@ -57,47 +57,29 @@ class Step:
     entropy: float
 
 
-@dataclass(frozen=True)
 class DemoPaths:
-    directory: Path
+    """The files of a demo, below its directory."""
 
-    @property
-    def job(self) -> Path:
-        return self.directory / "job"
-
-    @property
-    def parameters(self) -> Path:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.job = directory / "job"
+        self.parameters = self.job / "parameters.pt"
         """The job's last weights."""
-        return self.job / "parameters.pt"
-
-    @property
-    def job_log(self) -> Path:
-        return self.directory / "job.log"
-
-    @property
-    def attach_log(self) -> Path:
-        return self.directory / "attach.log"
-
-    @property
-    def trace(self) -> Path:
-        return self.directory / "trace.mxprobe"
-
-    @property
-    def report(self) -> Path:
-        return self.directory / "report.html"
-
-    @property
-    def correction(self) -> Path:
+        self.job_log = directory / "job.log"
+        self.attach_log = directory / "attach.log"
+        self.trace = directory / "trace.mxprobe"
+        self.report = directory / "report.html"
+        self.correction = directory / "correction.py"
         """The snippet that the verdict came with, as the second run applies it."""
-        return self.directory / "correction.py"
 
     @property
     def second(self) -> DemoPaths:
+        """The files of the second run, to which the correction is applied."""
         return DemoPaths(self.directory / "corrected")
 
 
 def require_trl() -> None:
-    """UsageError when the training library of the demo is not installed."""
+    """Raise UsageError when the training library of the demo is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise UsageError(
             "the demo trains with TRL, which is not installed",
@@ -109,7 +91,7 @@ def require_trl() -> None:
 def job_command(
     scenario: Scenario, *, seed: int, out: Path, steps: int = STEPS, apply: Path | None = None
 ) -> list[str]:
-    """The command line of the training job: a plain script that imports nothing of mxprobe.
+    """Return the command line of the training job: a plain script that imports nothing of mxprobe.
 
     `apply` is a Python file whose `enable(model)` the job calls, e.g. the snippet of a recommendation.
     """
@@ -124,11 +106,11 @@ def job_command(
 
 
 def replay(scenario: Scenario, paths: DemoPaths, *, seed: int, correction: Path) -> Replay:
-    """KL of rollout and trainer on the finished job's last weights, without the correction and with it.
+    """Measure KL of rollout and trainer on the finished job's last weights, without the correction and with it.
 
     In a process of its own, a few seconds. Raises MxprobeError, with the end of what it printed, when it fails.
     """
-    script = Path(__file__).with_name("replay.py")
+    script = Path(__file__).with_name("replay_kl.py")
     options = ["--parameters", str(paths.parameters), "--apply", str(correction)]
     of_job = ["--out", str(paths.job), "--seed", str(seed), *JOB_OPTIONS[scenario]]
     done = subprocess.run([sys.executable, str(script), *options, *of_job], capture_output=True, text=True, check=False)
@@ -140,7 +122,7 @@ def replay(scenario: Scenario, paths: DemoPaths, *, seed: int, correction: Path)
 
 
 def read_steps(metrics_file: Path) -> list[Step]:
-    """The steps logged so far; a line still being written is left for the next call."""
+    """Read the steps logged so far; a line still being written is left for the next call."""
     try:
         text = metrics_file.read_text()
     except FileNotFoundError:
@@ -152,7 +134,7 @@ def read_steps(metrics_file: Path) -> list[Step]:
 
 @contextmanager
 def running(command: list[str], log: Path) -> Generator[subprocess.Popen[bytes]]:
-    """A child process that never outlives the block."""
+    """Run a child process that never outlives the block."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:

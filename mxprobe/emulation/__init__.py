@@ -6,6 +6,8 @@ The names resolve on first use: recipes parse without torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mxprobe_kernels.recipe_grammar import Operand as Operand
+
     from .api import Emulation as Emulation
     from .api import Skipped as Skipped
     from .api import Touched as Touched
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from .api import emulate as emulate
     from .aqn import NoiseSchedule as NoiseSchedule
     from .aqn import QuantizationNoise as QuantizationNoise
-    from .operand import Operand as Operand
     from .quantizer import quantize as quantize
     from .recipe import NAMED_RECIPES as NAMED_RECIPES
     from .recipe import Recipe as Recipe
@@ -21,19 +22,15 @@ if TYPE_CHECKING:
     from .trl import noise_callback as noise_callback
 
 _HOME = {
-    "Emulation": "api",
-    "Skipped": "api",
-    "Touched": "api",
-    "active": "api",
-    "emulate": "api",
-    "NoiseSchedule": "aqn",
-    "QuantizationNoise": "aqn",
-    "noise_callback": "trl",
-    "Operand": "operand",
-    "quantize": "quantizer",
-    "NAMED_RECIPES": "recipe",
-    "Recipe": "recipe",
-    "Side": "recipe",
+    name: module
+    for module, names in {
+        "api": ("Emulation", "Skipped", "Touched", "active", "emulate"),
+        "aqn": ("NoiseSchedule", "QuantizationNoise"),
+        "quantizer": ("quantize",),
+        "recipe": ("NAMED_RECIPES", "Operand", "Recipe", "Side"),
+        "trl": ("noise_callback",),
+    }.items()
+    for name in names
 }
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

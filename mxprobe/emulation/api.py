@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -29,7 +28,7 @@ class Touched(NamedTuple):
     name: str
     class_name: str
     shape: tuple[int, ...]
-    """Of the weight; of the largest one in fused experts; empty for the products of attention."""
+    """Shape of the weight (the largest one in fused experts); empty for the products of attention."""
     note: str
     """What a user should know, e.g. a weight shared with a module that stays in high precision."""
 
@@ -72,12 +71,12 @@ def emulate(model: nn.Module, recipe: Recipe | str, *, seed: int = 0, keep_weigh
 
 
 def active() -> list[Emulation]:
-    """The emulations of this process that have not been removed."""
+    """Return the emulations of this process that have not been removed."""
     return [emulation for emulation in _ACTIVE if emulation.is_on]
 
 
 def emulation_of(model: nn.Module) -> Any | None:
-    """The emulation that a module of the model is under, also one of another copy of this package; or None."""
+    """Return the emulation that a module of the model is under, also one of another copy of this package; or None."""
     for module in model.modules():
         if _EMULATION in module.__dict__:
             return module.__dict__[_EMULATION]
@@ -85,8 +84,10 @@ def emulation_of(model: nn.Module) -> Any | None:
 
 
 def count_steps() -> None:
-    """Register the one hook that counts optimizer steps. For callers that emulate inside a step hook of their own,
-    where another may not be added: torch iterates over the hooks as it calls them."""
+    """Register the one hook that counts optimizer steps.
+
+    Call it before emulating inside a step hook of your own, where torch iterates over the hooks and none may be added.
+    """
     if not _STEP_HOOK:
         _STEP_HOOK.append(register_optimizer_step_post_hook(lambda *_: _after_step()))
 
@@ -98,7 +99,7 @@ def stop_counting() -> None:
             _STEP_HOOK.pop().remove()
 
 
-class Emulation:
+class Emulation(AbstractContextManager["Emulation"]):
     """A model under emulation. Made by `emulate`; stays on until removed, also when nobody keeps this object."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, *, seed: int, keep_weights: bool) -> None:
@@ -164,35 +165,34 @@ class Emulation:
         _check(self.model, recipe)
         touched: list[Touched] = []
         skipped: list[Skipped] = []
-        for ordinal, (name, module, reason) in enumerate(candidates(self.model, recipe)):
-            if reason:
-                uninstall(module)
-                skipped.append(Skipped(name, type(module).__name__, reason))
-                continue
-            if not is_installed(module):
-                install(module, Site(self._control, ordinal, module))
-            shared = shared_with(self.model, module)
-            note = f"weight shared with {', '.join(shared)}, which reads it unquantized" if shared else ""
-            touched.append(Touched(name, type(module).__name__, _weight_shape(module), note))
         products = attention_candidates(self.model, recipe)
-        chosen = {id(module) for _, module, reason in products if not reason}
+        chosen = {id(candidate.module) for candidate in products if not candidate.reason}
         for module in self.model.modules():
             if id(module) not in chosen and attention_site(module) is not None:
                 uninstall(module)
-        for ordinal, (name, module, reason) in enumerate(products, start=_FIRST_ATTENTION):
-            if reason:
-                skipped.append(Skipped(name, type(module).__name__, reason))
-                continue
-            if attention_site(module) is None:
-                install(module, Site(self._control, ordinal, module, is_attention=True))
-            touched.append(Touched(name, type(module).__name__, (), "its products q k^T and p v"))
+        for first, found in ((0, candidates(self.model, recipe)), (_FIRST_ATTENTION, products)):
+            for ordinal, (name, module, reason) in enumerate(found, start=first):
+                if reason:
+                    uninstall(module)
+                    skipped.append(Skipped(name, type(module).__name__, reason))
+                    continue
+                if not is_installed(module):
+                    install(module, Site(self._control, ordinal, module, is_attention=found is products))
+                touched.append(self._touched(name, module, is_attention=found is products))
         self.touched = tuple(touched)
         self.skipped = tuple(skipped)
         self._control.switch(recipe)
         self.history.append(Change(self._control.step, recipe))
 
+    def _touched(self, name: str, module: nn.Module, *, is_attention: bool) -> Touched:
+        if is_attention:
+            return Touched(name, type(module).__name__, (), "its products q k^T and p v")
+        shared = shared_with(self.model, module)
+        note = f"weight shared with {', '.join(shared)}, which reads it unquantized" if shared else ""
+        return Touched(name, type(module).__name__, _weight_shape(module), note)
+
     def products_seen(self) -> dict[str, int]:
-        """Calls that multiplied q by k or p by v, or did both, so far and outside torch.compile, by attention module.
+        """Return by attention module how many calls multiplied q by k, p by v, or both, outside torch.compile.
 
         A module that has run and is at 0 multiplies in a way that is not intercepted.
         """
@@ -200,7 +200,7 @@ class Emulation:
         return {name: site.n_products for name, site in sites if site is not None}
 
     def report(self) -> str:
-        """What is emulated and what is not, one line per module."""
+        """Return what is emulated and what is not, one line per module."""
         lines, counts = [str(self)], self.products_seen()
         for t in self.touched:
             shape, note = f" {list(t.shape)}" if t.shape else "", f"  ({t.note})" if t.note else ""
@@ -209,12 +209,7 @@ class Emulation:
         lines += [f"  left out  {s.name} {s.class_name}: {s.reason}" for s in self.skipped]
         return "\n".join(lines)
 
-    def __enter__(self) -> Emulation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Emulation:

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,21 +45,14 @@ class NoiseSchedule:
             )
 
     def stage(self, progress: float) -> int:
-        """0 .. stages - 1 for progress in [0, 1]; outside is clamped."""
+        """Return the stage, 0 .. stages - 1, of a progress in [0, 1]; outside is clamped."""
         return min(max(int(progress * self.stages), 0), self.stages - 1)
 
     def sigma(self, progress: float) -> float:
-        k, last = self.stage(progress), self.stages - 1
-        if k == 0:
-            return 0.0
-        if last == 1:
-            return self.sigma_start
-        return self.sigma_start * (self.sigma_end / self.sigma_start) ** ((k - 1) / (last - 1))
-
-
-class _Noised(NamedTuple):
-    name: str
-    parameter: nn.Parameter
+        """Return the relative noise at that progress; 0 in the first stage."""
+        k = self.stage(progress)
+        decay = (self.sigma_end / self.sigma_start) ** ((k - 1) / max(self.stages - 2, 1))
+        return self.sigma_start * decay if k else 0.0
 
 
 class QuantizationNoise:
@@ -105,7 +98,7 @@ class QuantizationNoise:
     @property
     def names(self) -> list[str]:
         """Parameters that receive noise."""
-        return [weight.name for weight in self._weights]
+        return list(self._weights)
 
     @property
     def is_on(self) -> bool:
@@ -113,7 +106,7 @@ class QuantizationNoise:
 
     @contextmanager
     def rollout(self, progress: float) -> Generator[float]:
-        """Noise of that progress inside, the trained weights bit for bit outside. Yields sigma."""
+        """Put noise of that progress on the weights inside, and the trained weights back bit for bit. Yields sigma."""
         self.add(progress)
         try:
             yield self.sigma
@@ -122,7 +115,7 @@ class QuantizationNoise:
 
     @contextmanager
     def watch_generate(self) -> Generator[None]:
-        """Inside, `model.generate` runs under noise of `self.progress` when `model.training` is True."""
+        """Let `model.generate` run under noise of `self.progress` while inside, when `model.training` is True."""
         model: Any = self.model
         before = model.__dict__.get("generate")
         original = model.generate
@@ -159,9 +152,9 @@ class QuantizationNoise:
                 "an evaluation, whose numbers would be those of another model",
                 sigma,
             )
-        self._saved = [weight.parameter.detach().clone() for weight in self._weights]
+        self._saved = [parameter.detach().clone() for parameter in self._weights.values()]
         self._n_draws += 1
-        for index, (_, parameter) in enumerate(self._weights):
+        for index, parameter in enumerate(self._weights.values()):
             # One generator per draw and parameter: the same noise on every rank, whatever else it trains.
             generator = torch.Generator().manual_seed(hash((self._seed, self._n_draws, index)) % 2**63)
             values = parameter.detach()
@@ -173,25 +166,28 @@ class QuantizationNoise:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The trained weights, bit for bit. Does nothing when there is no noise."""
+        """Put the trained weights back, bit for bit. Does nothing when there is no noise."""
         if self._saved is None:
             return
-        for (_, parameter), saved in zip(self._weights, self._saved, strict=True):
+        for parameter, saved in zip(self._weights.values(), self._saved, strict=True):
             parameter.copy_(saved)
         self._saved = None
         self.sigma = 0.0
 
 
-def _weights_of(model: nn.Module, target: Target) -> list[_Noised]:
-    found: dict[int, _Noised] = {}
+def _weights_of(model: nn.Module, target: Target) -> dict[str, nn.Parameter]:
+    """Return each weight once, under its first name."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
     for name, module in model.named_modules():
         if target == "rmsnorm":
             wanted = "RMSNorm" in type(module).__name__
         else:
             wanted = isinstance(module, nn.Linear) and "lm_head" not in name
         weight = dict(module.named_parameters(recurse=False)).get("weight") if wanted else None
-        if weight is not None:
-            found.setdefault(id(weight), _Noised(f"{name}.weight", weight))
+        if weight is not None and id(weight) not in seen:
+            seen.add(id(weight))
+            found[f"{name}.weight"] = weight
     if not found:
         what = "RMSNorm weight" if target == "rmsnorm" else "Linear weight"
         raise UsageError(
@@ -199,4 +195,4 @@ def _weights_of(model: nn.Module, target: Target) -> list[_Noised]:
             cause="its normalisation layers have another class name" if target == "rmsnorm" else "",
             remedy="use target='weights'" if target == "rmsnorm" else "use target='rmsnorm'",
         )
-    return list(found.values())
+    return found

@@ -17,24 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mxprobe.emulation.linear import Plan, refuse_double_backward
-from mxprobe.emulation.operand import Operand
-from mxprobe.emulation.quantizer import quantize
+from mxprobe.emulation.linear import Plan, emulated_linear
 
 _QK, _PV = 0, 8
 """Offsets in a module's salt, which has room for sixteen operands."""
-
-
-def emulated_product(a: torch.Tensor, b: torch.Tensor, plan: Plan, salt: int = 0) -> torch.Tensor:
-    """a [..., T, K] times b [..., S, K] transposed, all six operands of its three GEMMs quantized; [..., T, S].
-
-    Leading axes are equal. Under autocast the operands are cast first. Can be differentiated once.
-    """
-    device = a.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        a, b = a.to(dtype), b.to(dtype)
-    return _EmulatedProduct.apply(a, b, plan, salt)
 
 
 def emulated_attention(
@@ -50,7 +36,7 @@ def emulated_attention(
     plan: Plan,
     salt: int = 0,
 ) -> torch.Tensor:
-    """F.scaled_dot_product_attention (same arguments and result) written out, with emulated products.
+    """Compute F.scaled_dot_product_attention (same arguments and result) written out, with emulated products.
 
     Softmax is computed in float32 or better and rounded to the operands' dtype; a row that is masked throughout is 0.
     """
@@ -59,7 +45,7 @@ def emulated_attention(
         key, value = (t.repeat_interleave(n_shared, dim=-3) for t in (key, value))
     leading = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (t.expand(*leading, *t.shape[-2:]) for t in (query, key, value))
-    scores = emulated_product(query, key, plan, salt + _QK) * (
+    scores = emulated_linear(query, key, None, plan, salt + _QK) * (
         1 / math.sqrt(query.shape[-1]) if scale is None else scale
     )
     if is_causal:
@@ -72,11 +58,11 @@ def emulated_attention(
     empty = (wide == -math.inf).all(-1, keepdim=True)
     probabilities = torch.softmax(wide.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
     probabilities = F.dropout(probabilities.to(query.dtype), dropout_p)
-    return emulated_product(probabilities, value.transpose(-2, -1), plan, salt + _PV)
+    return emulated_linear(probabilities, value.transpose(-2, -1), None, plan, salt + _PV)
 
 
 class InterceptAttention(TorchFunctionMode):
-    """Inside, scaled_dot_product_attention and products of two tensors of three or more axes are emulated."""
+    """Emulates scaled_dot_product_attention, and products of two tensors of three or more axes, called inside."""
 
     def __init__(self, plan: Plan, salt: int, on_product: Callable[[], None]) -> None:
         super().__init__()
@@ -93,7 +79,7 @@ class InterceptAttention(TorchFunctionMode):
         if func in _PRODUCTS and not kwargs and _is_batched(*args):
             self._on_product()
             offset, self._offset = self._offset, _PV  # the first is q k^T
-            return emulated_product(args[0], args[1].transpose(-2, -1), self._plan, self._salt + offset)
+            return emulated_linear(args[0], args[1].transpose(-2, -1), None, self._plan, self._salt + offset)
         return func(*args, **kwargs)
 
 
@@ -102,37 +88,3 @@ def _is_batched(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 _PRODUCTS = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__)
-
-
-class _EmulatedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, plan: Plan, salt: int) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.plan, ctx.salt = plan, salt
-        return _quantize(a, plan.x_fwd, -1, salt) @ _quantize(b, plan.w_fwd, -1, salt + 1).transpose(-2, -1)
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator's stub hides its parameters)
-        ctx: Any, *grad_outputs: torch.Tensor
-    ) -> tuple[Any, ...]:
-        refuse_double_backward("attention product")
-        (g,) = grad_outputs
-        a, b = ctx.saved_tensors
-        plan, salt = ctx.plan, ctx.salt
-        da = db = None
-        if ctx.needs_input_grad[0]:
-            w = _quantize(b, plan.w_dgrad, -1 if plan.w_dgrad.as_forward else -2, salt + 2)
-            da = _quantize(g, plan.g_dgrad, -1, salt + 3) @ w
-        if ctx.needs_input_grad[1]:
-            t = _quantize(a, plan.x_wgrad, -1 if plan.x_wgrad.as_forward else -2, salt + 4)
-            db = _quantize(g, plan.g_wgrad, -2, salt + 5).transpose(-2, -1) @ t
-        return da, db, None, None
-
-
-def _quantize(x: torch.Tensor, operand: Operand, dim: int, salt: int) -> torch.Tensor:
-    if not operand.square or x.dim() == 2:
-        return quantize(x, operand, dim=dim, salt=salt)
-    # Square blocks take every leading axis as rows: one matrix at a time, so that none reaches into the next head.
-    matrices = x.reshape(-1, *x.shape[-2:])
-    parts = [quantize(matrix, operand, dim=dim, salt=salt + 16 * i) for i, matrix in enumerate(matrices)]
-    return torch.stack(parts).reshape(x.shape)

@@ -35,7 +35,10 @@ _WRAPPERS = {
 
 
 class AutomaticEmulation:
-    """Put in by `start`, before any module is built; says on stderr what it did, once for each model."""
+    """Emulates each model once it is given to an optimizer, and says on stderr what it did, once for each model.
+
+    `start` puts it in, before any module is built.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -46,8 +49,8 @@ class AutomaticEmulation:
         self._forward_hook: Any = None
 
     def start(self) -> None:
-        register_module_module_registration_hook(self._note_module)
-        register_module_parameter_registration_hook(self._note_parameter)
+        register_module_module_registration_hook(self._note)
+        register_module_parameter_registration_hook(self._note)
         add_param_group = torch.optim.Optimizer.add_param_group
 
         @wraps(add_param_group)
@@ -61,10 +64,7 @@ class AutomaticEmulation:
         optimizers: Any = torch.optim.Optimizer
         optimizers.add_param_group = noticed
 
-    def _note_module(self, module: nn.Module, name: str, submodule: Any) -> None:
-        self._modules.add(module)
-
-    def _note_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+    def _note(self, module: nn.Module, name: str, registered: Any) -> None:
         self._modules.add(module)
 
     def _on_group(self, group: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class AutomaticEmulation:
                 self._forward_hook = register_module_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
-        """Of any module, while there are parameters whose model is not known. The first to be met is the outermost."""
+        """Runs before any forward while the model of a parameter is unknown. The first module met is the outermost."""
         if torch.compiler.is_compiling():
             return
         try:
@@ -118,14 +118,14 @@ def start(line: str) -> None:
 
 
 def outermost_holders(modules: list[nn.Module], owned: set[int]) -> list[nn.Module]:
-    """The modules that hold a parameter of those ids and are inside no other that does."""
+    """Return the modules that hold a parameter of those ids and are inside no other that does."""
     holding = [m for m in modules if any(id(p) in owned for p in m.parameters())]
     inner = {id(child) for module in holding for child in module.modules() if child is not module}
     return [module for module in holding if id(module) not in inner]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP, FSDP and torch.compile: what a script would have given to `emulate`."""
+    """Return the model inside DDP, FSDP and torch.compile: what a script would have given to `emulate`."""
     while type(model).__name__ in _WRAPPERS:
         inner = model._modules.get(_WRAPPERS[type(model).__name__])  # pyright: ignore[reportPrivateUsage]
         if inner is None:

@@ -20,7 +20,7 @@ _ANNOUNCES = "_mxprobe_announces"
 
 
 class Control:
-    """Read by every forward, written at step boundaries. Copies of the model share it."""
+    """State that every forward reads and that changes at step boundaries. Copies of the model share it."""
 
     def __init__(self, recipe: Recipe, *, seed: int, keep_weights: bool) -> None:
         self.seed = seed
@@ -37,19 +37,19 @@ class Control:
         self.is_random = any(operand.stochastic for operand in recipe.operands.values())
 
     def plan_now(self) -> Plan | None:
-        """The plan where the recipe's side is running, else None."""
+        """Return the plan where the recipe's side is running, else None."""
         if self.plan is None or self.recipe.side is Side.BOTH:
             return self.plan
         in_rollout = self._generating > 0 if self.has_generate else not torch.is_grad_enabled()
         return self.plan if in_rollout == (self.recipe.side is Side.ROLLOUT) else None
 
     def salt(self, ordinal: int) -> int:
-        """A number for each (seed, step, module), with room for its operands; 0 where nothing is random."""
+        """Return a number for each (seed, step, module), with room for its operands; 0 where nothing is random."""
         return 16 * (ordinal + 65_536 * ((self.seed * 7_919 + self.step) % 2**28)) if self.is_random else 0
 
     @contextmanager
     def rollout(self) -> Generator[None]:
-        """Inside, the model is the rollout. Weights do not change meanwhile, so each is quantized once."""
+        """Make the model the rollout while inside. Weights do not change meanwhile, so each is quantized once."""
         outermost = self._generating == 0
         if outermost and self.keep_weights:
             self._quantized_weights = {}
@@ -62,7 +62,7 @@ class Control:
                 self._quantized_weights = None
 
     def kept_weight(self, ordinal: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Q(W) of a module during a rollout without gradients; None where it must be quantized afresh."""
+        """Return Q(W) of a module during a rollout without gradients; None where it must be quantized afresh."""
         if self._quantized_weights is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         if ordinal not in self._quantized_weights:

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from mxprobe.emulation.attention import InterceptAttention
 from mxprobe.emulation.control import Control
-from mxprobe.emulation.linear import emulated_linear, emulated_linear_of_quantized
+from mxprobe.emulation.linear import emulated_linear
 from mxprobe.emulation.quantizer import quantize
+from mxprobe.emulation.recipe import HIGH_PRECISION
 from mxprobe.emulation.selection import INNER_FORWARD, SITE, inner_forward, is_fused_experts, own_forward
 
 
@@ -67,7 +68,7 @@ def uninstall(module: nn.Module) -> None:
 
 
 def attention_site(module: nn.Module) -> Site | None:
-    """Of a module whose attention products are emulated."""
+    """Return the site of a module whose attention products are emulated; else None."""
     site: Site | None = module.__dict__.get(SITE)
     return site if site is not None and site.is_on and site.is_attention else None
 
@@ -104,13 +105,16 @@ def _linear_forward(module: Any, site: Site, input: torch.Tensor) -> torch.Tenso
 
     kept = control.kept_weight(site.ordinal, quantized_weight)
     if kept is not None:
-        return emulated_linear_of_quantized(input, kept, module.bias, plan, salt)
+        return emulated_linear(input, kept, module.bias, plan._replace(w_fwd=HIGH_PRECISION), salt)
     return emulated_linear(input, module.weight, module.bias, plan, salt)
 
 
 def _call_inner(module: nn.Module, args: Any, kwargs: Any, *, unwrap: bool = False) -> Any:
-    """What was called before. `unwrap`: the plain Python loop over experts, below the choice of a grouped-GEMM
-    implementation, which multiplies without F.linear."""
+    """Call what was called before.
+
+    `unwrap` calls the plain Python loop over experts, below the choice of a grouped-GEMM implementation, which
+    multiplies without F.linear.
+    """
     forward = inner_forward(module)
     if INNER_FORWARD in module.__dict__:
         return forward(*args, **kwargs)
@@ -120,7 +124,7 @@ def _call_inner(module: nn.Module, args: Any, kwargs: Any, *, unwrap: bool = Fal
 
 
 class _InterceptLinear(TorchFunctionMode):
-    """Every F.linear called inside is emulated under the site's plan."""
+    """Emulates every F.linear called inside, under the site's plan."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -136,7 +140,7 @@ class _InterceptLinear(TorchFunctionMode):
 def emulated_product(
     plan: Any, salt: int, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`emulated_linear`, visible to a function mode below ours as F.linear would have been: a probe watches there."""
+    """Call `emulated_linear` where a function mode below ours, such as a probe's, sees it as it would see F.linear."""
     if has_torch_function((input, weight)):
         return handle_torch_function(emulated_product, (input, weight), plan, salt, input, weight, bias)
     return emulated_linear(input, weight, bias, plan, salt)

@@ -5,27 +5,24 @@ paper x_fwd=mxfp4/rceil+of:0.5 side=rollout
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mxprobe.emulation.operand import HIGH_PRECISION, Operand
 from mxprobe.errors import UsageError
 from mxprobe.schema import Role
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.formats import Name
+from mxprobe_kernels.recipe_grammar import SPELLING, Correction, Operand
+
+HIGH_PRECISION = Operand()
 
 
-class Side(str, Enum):
+class Side(Name):
     """Where a recipe applies. Generation is the rollout, everything else is the trainer."""
 
     TRAIN = "train"
     ROLLOUT = "rollout"
     BOTH = "both"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 ROLES: tuple[str, ...] = tuple(role.value for role in Role)
@@ -99,18 +96,26 @@ class Recipe:
         return all(operand.is_high_precision for operand in self.operands.values())
 
     def on(self, side: Side | str) -> Recipe:
-        """The same recipe for one side."""
+        """Return the same recipe for one side."""
         return replace(self, side=Side(side))
 
     def corrected(self, correction: Correction | str, roles: tuple[str, ...] = ("x_fwd",)) -> Recipe:
-        """The recipe with a correction of `mxprobe recommend` switched on for some roles."""
-        changed: dict[str, Any] = {role: self.operand(role).corrected(correction) for role in roles}
+        """Return the recipe with a correction of `mxprobe recommend` switched on for some roles.
+
+        UsageError where the correction cannot be read, or does not combine with what is on.
+        """
+        try:
+            changed: dict[str, Any] = {role: self.operand(role).corrected(correction) for role in roles}
+        except ValueError as error:
+            raise UsageError(f"cannot switch on {correction}: {error}") from None
         return replace(self, name=f"{self.name}+{correction}", **changed)
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """A name, a path ending in `.toml`, or `[NAME] KEY=VALUE ...`; keys are roles, groups of roles
-        (all, fwd, dgrad, wgrad, x, w, g) and the other fields. UsageError says what is wrong."""
+        """Read a name, a path ending in `.toml`, or `[NAME] KEY=VALUE ...`. UsageError says what is wrong.
+
+        Keys are roles, groups of roles (all, fwd, dgrad, wgrad, x, w, g) and the other fields.
+        """
         text = text.strip()
         if text.endswith(".toml"):
             return cls.load(Path(text))
@@ -129,31 +134,23 @@ class Recipe:
         return _with_settings(base, settings, text) if settings else base
 
     def __str__(self) -> str:
-        """`paper`, or `paper x_fwd=mxfp4/rceil+of:0.5 side=rollout`: the nearest named recipe and what differs."""
+        """Print the nearest named recipe and what differs: `paper x_fwd=mxfp4/rceil+of:0.5 side=rollout`."""
         base_name = self.name if self.name in NAMED_RECIPES else _nearest(self)
         base = NAMED_RECIPES[base_name]
         changes = [f"{role}={self.operand(role)}" for role in ROLES if self.operand(role) != base.operand(role)]
-        for key in (*_GLOBS, *_COUNTS, "side"):
-            value = getattr(self, key)
-            if value != getattr(base, key):
-                changes.append(f"{key}={','.join(value) if isinstance(value, tuple) else value}")
-        if self.attention != base.attention:
-            changes.append(f"attention={'on' if self.attention else 'off'}")
+        for key in (*_GLOBS, *_COUNTS, "side", "attention"):
+            if getattr(self, key) != getattr(base, key):
+                changes.append(f"{key}={_spelled(getattr(self, key))}")
         if self.name != (base_name if self.operands == base.operands else "custom"):
             changes.append(f"name={self.name}")
         return " ".join([base_name, *changes])
 
-    def to_toml(self) -> str:
-        lines = [f"name = {json.dumps(self.name)}", f'side = "{self.side}"']
-        lines += [f"{key} = {json.dumps(list(getattr(self, key)))}" for key in _GLOBS]
-        lines += [f"{key} = {getattr(self, key)}" for key in _COUNTS]
-        lines.append(f"attention = {json.dumps(self.attention)}")
-        lines += ["", "[operands]", *(f'{role} = "{operand}"' for role, operand in self.operands.items())]
-        return "\n".join(lines) + "\n"
-
     @classmethod
     def from_toml(cls, text: str, *, source: str = "recipe") -> Recipe:
-        """The TOML form of `to_toml`; operands left out are in high precision. UsageError names `source`."""
+        """Read fields of a recipe and a table `operands` of ROLE = OPERAND; those left out are in high precision.
+
+        UsageError names `source`.
+        """
         import tomllib  # Python 3.11; where the agent runs under an older one, recipes arrive as lines
 
         try:
@@ -167,10 +164,7 @@ class Recipe:
         if not isinstance(operands, dict):
             raise UsageError(f"{source}: `operands` must be a table of ROLE = OPERAND")
         settings = [f"{role}={operand}" for role, operand in operands.items()]
-        for key, value in data.items():
-            if isinstance(value, bool):
-                value = "on" if value else "off"
-            settings.append(f"{key}={','.join(value) if isinstance(value, list) else value}")
+        settings += [f"{key}={_spelled(value)}" for key, value in data.items()]
         return _with_settings(cls(), settings, source)
 
     @classmethod
@@ -180,6 +174,12 @@ class Recipe:
         except OSError as error:
             raise UsageError(f"cannot read the recipe {path}: {error.strerror or error}") from None
         return cls.from_toml(text, source=str(path))
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _with_settings(base: Recipe, settings: list[str], source: str) -> Recipe:
@@ -192,7 +192,7 @@ def _with_settings(base: Recipe, settings: list[str], source: str) -> Recipe:
             raise UsageError(f"{source!r}: {setting!r} is not KEY=VALUE")
         if key in ROLES or key in GROUPS:
             for role in GROUPS.get(key, (key,)):
-                changes[role] = Operand.parse(value)
+                changes[role] = _operand(value)
         elif key in _GLOBS:
             changes[key] = tuple(part for part in value.split(",") if part)
         elif key in _COUNTS:
@@ -224,38 +224,30 @@ def _nearest(recipe: Recipe) -> str:
     return min(NAMED_RECIPES, key=distance)
 
 
-def _uniform(name: str, operand: str) -> Recipe:
-    everywhere: dict[str, Any] = dict.fromkeys(ROLES, Operand.parse(operand))
-    return Recipe(name, **everywhere)
+def _operand(text: str) -> Operand:
+    try:
+        return Operand.parse(text)
+    except ValueError as error:
+        raise UsageError(str(error), remedy=f"spell it {SPELLING}") from None
 
 
-def _fake_quantized(name: str, x: str, w: str) -> Recipe:
-    return Recipe(
-        name,
-        x_fwd=Operand.parse(x),
-        w_fwd=Operand.parse(w),
-        w_dgrad=Operand.parse(f"{w}+as_forward") if w != "none" else HIGH_PRECISION,
-        x_wgrad=Operand.parse(f"{x}+as_forward") if x != "none" else HIGH_PRECISION,
-    )
-
-
+_NAMED = {
+    "none": "",
+    # arXiv 2605.20402: all three GEMMs in MXFP4, scale by "ceiling".
+    "paper": "all=mxfp4/rceil",
+    # OCP MX v1.0's conversion, which saturates.
+    "ocp": "all=mxfp4/floor",
+    "nvfp4": "all=nvfp4",
+    "nvfp4_4over6": "all=nvfp4_4over6",
+    "hif4": "all=hif4",
+    "mxfp6": "all=mxfp6_e2m3/rceil",
+    "mxfp8": "all=mxfp8/rceil",
+    # Forward operands only, straight-through backward: what QAT fake-quantization computes.
+    "qat": "fwd=mxfp4/rceil w_dgrad=mxfp4/rceil+as_forward x_wgrad=mxfp4/rceil+as_forward",
+    "qat-nvfp4": "fwd=nvfp4 w_dgrad=nvfp4+as_forward x_wgrad=nvfp4+as_forward",
+    "w4a8": "x_fwd=mxfp8/rceil w_fwd=mxfp4/rceil w_dgrad=mxfp4/rceil+as_forward x_wgrad=mxfp8/rceil+as_forward",
+    "w4a16": "w_fwd=mxfp4/rceil w_dgrad=mxfp4/rceil+as_forward",
+}
 NAMED_RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("none"),
-        # arXiv 2605.20402: all three GEMMs in MXFP4, scale by "ceiling".
-        _uniform("paper", "mxfp4/rceil"),
-        # OCP MX v1.0's conversion, which saturates.
-        _uniform("ocp", "mxfp4/floor"),
-        _uniform("nvfp4", "nvfp4"),
-        _uniform("nvfp4_4over6", "nvfp4_4over6"),
-        _uniform("hif4", "hif4"),
-        _uniform("mxfp6", "mxfp6_e2m3/rceil"),
-        _uniform("mxfp8", "mxfp8/rceil"),
-        # Forward operands only, straight-through backward: what QAT fake-quantization computes.
-        _fake_quantized("qat", "mxfp4/rceil", "mxfp4/rceil"),
-        _fake_quantized("qat-nvfp4", "nvfp4", "nvfp4"),
-        _fake_quantized("w4a8", "mxfp8/rceil", "mxfp4/rceil"),
-        _fake_quantized("w4a16", "none", "mxfp4/rceil"),
-    )
+    name: _with_settings(Recipe(), [f"name={name}", *line.split()], name) for name, line in _NAMED.items()
 }

@@ -30,50 +30,45 @@ class Candidate(NamedTuple):
 
 
 def candidates(model: nn.Module, recipe: Recipe) -> list[Candidate]:
-    """Every such module in order of `named_modules`, selected or with its reason."""
+    """Return every such module in order of `named_modules`, selected or with its reason."""
     found = [(name, module) for name, module in model.named_modules() if _multiplies(module)]
-    blocks = _block_counts(name for name, _ in model.named_modules())
-    return [
-        Candidate(name, module, _not_emulable(name, module, model) or _not_selected(name, recipe, blocks))
-        for name, module in found
-    ]
+    return _judged(model, recipe, [Candidate(*each, _not_emulable(*each, model)) for each in found])
 
 
 def attention_candidates(model: nn.Module, recipe: Recipe) -> list[Candidate]:
-    """The modules that multiply q by k and p by v, if the recipe wants these products, selected or with a reason.
+    """Return the modules that multiply q by k and p by v, selected or with a reason; none if the recipe leaves them.
 
     A module is one by its name: a class `...Attention` none of whose children is one.
     """
     if not recipe.attention:
         return []
-    found = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
-    blocks = _block_counts(name for name, _ in model.named_modules())
-    return [
-        Candidate(name, module, _attention_obstacle(module) or _not_selected(name, recipe, blocks))
-        for name, module in found
-        if not any(_is_attention(child) for child in module.modules() if child is not module)
+    found = [
+        Candidate(name, module, _attention_obstacle(module))
+        for name, module in model.named_modules()
+        if _is_attention(module) and sum(map(_is_attention, module.modules())) == 1
     ]
+    return _judged(model, recipe, found)
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether the module holds the weights of all experts in 3-D parameters."""
+    """Return whether the module holds the weights of all experts in 3-D parameters."""
     return "Experts" in type(module).__name__ and any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Whether the module's class (or an earlier patch of the instance) computes something else than nn.Linear."""
+    """Return whether the module's class, or an earlier patch of the instance, is no nn.Linear's."""
     return inner_forward(module) is not nn.Linear.forward
 
 
 def inner_forward(module: nn.Module) -> Any:
-    """The forward below ours: of the instance where something patched it (a bound method), else of the class."""
+    """Return the forward below ours: the instance's where something patched it (a bound method), else the class's."""
     if SITE in module.__dict__:
         return module.__dict__.get(INNER_FORWARD, type(module).forward)
     return module.__dict__.get("forward", type(module).forward)
 
 
 def shared_with(model: nn.Module, module: nn.Module) -> list[str]:
-    """Names of other modules whose parameters are this module's, e.g. an embedding tied to a head."""
+    """Return the names of other modules that hold this module's parameters, e.g. an embedding tied to a head."""
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     return [
         name
@@ -87,7 +82,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _attention_obstacle(module: nn.Module) -> str:
-    """Why its products cannot be reached; transformers' modules say which implementation they use."""
+    """Return why its products cannot be reached; transformers' modules say which implementation they use."""
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies inside one function of torch"
     how = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -115,12 +110,18 @@ def _not_emulable(name: str, module: nn.Module, model: nn.Module) -> str:
 
 
 def _calls_linear(module: nn.Module) -> bool:
-    """Whether the Python code of the forward names `linear`, or defers to the parent class."""
+    """Return whether the Python code of the forward names `linear`, or defers to the parent class."""
     forward = inner_forward(module)
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and bool({"linear", "super"} & {*code.co_names, *code.co_freevars})
+
+
+def _judged(model: nn.Module, recipe: Recipe, found: list[Candidate]) -> list[Candidate]:
+    """Return the candidates, with the reason why the recipe leaves one out where none was known."""
+    blocks = _block_counts(name for name, _ in model.named_modules())
+    return [each._replace(reason=each.reason or _not_selected(each.name, recipe, blocks)) for each in found]
 
 
 def _not_selected(name: str, recipe: Recipe, blocks: dict[str, int]) -> str:

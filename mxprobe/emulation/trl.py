@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mxprobe.emulation.api import active
 from mxprobe.emulation.aqn import NoiseSchedule, QuantizationNoise, Target
 from mxprobe.emulation.recipe import Recipe
+from mxprobe_kernels.recipe_grammar import CorrectionKind
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -19,7 +20,7 @@ _LOG = logging.getLogger("mxprobe.aqn")
 def noise_callback(
     schedule: NoiseSchedule | None = None, *, target: Target = "rmsnorm", seed: int = 0
 ) -> TrainerCallback:
-    """Noise around every `generate` of the trained model, by training progress; none in evaluation.
+    """Put noise around every `generate` of the trained model, by training progress; none in evaluation.
 
         trainer = GRPOTrainer(..., callbacks=[mxprobe.emulation.noise_callback()])
 
@@ -61,8 +62,8 @@ def noise_callback(
 
 
 def scale_is_uncorrected(recipe: Recipe) -> bool:
-    """Whether a forward operand is MXFP4 with nothing against its power-of-two scale error."""
+    """Return whether a forward operand is MXFP4 with nothing against its power-of-two scale error."""
     return any(
-        operand.format == "mxfp4" and not any(str(c).startswith("mbs:") for c in operand.corrections)
+        operand.format == "mxfp4" and all(c.kind is not CorrectionKind.MACRO_BLOCK_SCALING for c in operand.corrections)
         for operand in (recipe.x_fwd, recipe.w_fwd)
     )

@@ -8,8 +8,9 @@ Parquet  one file per table, zstd, names dictionary-encoded; `rank` is a column
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def export_files(
 
 
 def _with_ratios(table: Any) -> Any:
-    """Derived columns behind the stored ones, row by row."""
+    """Append derived columns behind the stored ones, row by row."""
     numeric = [
         field.name for field in table.schema if pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
     ]
@@ -95,10 +96,6 @@ def _with_ratios(table: Any) -> Any:
         for name in ratios.columns:
             table = table.append_column(name, pa.array(ratios[name].to_numpy(dtype=float), from_pandas=True))
     return table
-
-
-def _write_parquet(table: Any, path: Path) -> None:
-    pyarrow.parquet.write_table(table, path, compression="zstd")
 
 
 def _write_csv(table: Any, path: Path) -> None:
@@ -122,14 +119,17 @@ def _write_json(table: Any, path: Path) -> None:
         separator = "\n"
         for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
             for row in batch.to_pylist():
-                finite = {name: None if _is_not_finite(value) else value for name, value in row.items()}
+                finite = {
+                    name: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for name, value in row.items()
+                }
                 file.write(separator + json.dumps(finite, separators=(",", ":"), allow_nan=False))
                 separator = ",\n"
         file.write("\n]\n")
 
 
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-_WRITERS = {FileFormat.CSV: _write_csv, FileFormat.JSON: _write_json, FileFormat.PARQUET: _write_parquet}
+_WRITERS: dict[FileFormat, Callable[[Any, Path], None]] = {
+    FileFormat.CSV: _write_csv,
+    FileFormat.JSON: _write_json,
+    FileFormat.PARQUET: partial(pyarrow.parquet.write_table, compression="zstd"),
+}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from mxprobe.live.tail import TraceTail
+from mxprobe.trace.tail import TraceTail
 
 from .series import COLUMNS, Point, keys_of, placed, points, signal_rows, step_rows
 from .trackers import Tracker, no_curve, open_run
@@ -42,7 +42,7 @@ class Follower:
         """Tag -> the last steps logged of it."""
 
     def take(self, rows: Sequence[tuple[str, int, pd.DataFrame]], *, is_behind: bool = False) -> Iterator[Point]:
-        """Points that are ready after a poll. `is_behind`: the poll left out rows that are on the disk."""
+        """Yield the points that are ready after a poll. `is_behind`: the poll left out rows that are on the disk."""
         # By what the polls before have seen: rows that were on the disk then have been read by now.
         through = None if is_behind else self._settled_through()
         signals = [frame for name, _, frame in rows if name == "signals"]
@@ -55,7 +55,7 @@ class Follower:
         yield from self._ready([self._signals(pd.concat(signals))] if signals else [], through)
 
     def rest(self) -> Iterator[Point]:
-        """All that waits, once nothing more will come."""
+        """Yield all that waits, once nothing more will come."""
         newest = [int(frame["step"].max()) for frame in self._waiting.values() if len(frame)]
         yield from self._ready([], max(newest, default=None))
 
@@ -122,7 +122,11 @@ def follow_to(
     follower = Follower(modules)
     n_points = 0
     try:
-        for point in _points(tail, follower, interval_s):
+        for rows in tail.follow(interval_s):
+            for point in follower.take(rows, is_behind=bool(rows) and tail.is_behind):
+                run.log(point)
+                n_points += 1
+        for point in follower.rest():
             run.log(point)
             n_points += 1
     except KeyboardInterrupt:
@@ -139,15 +143,3 @@ def follow_to(
     if not n_points:
         raise no_curve(trace)
     return where
-
-
-def _points(tail: TraceTail, follower: Follower, interval_s: float) -> Iterator[Point]:
-    while True:
-        is_open = tail.state == "recording"  # before the polls: what was written until then is read
-        while rows := tail.poll():
-            yield from follower.take(rows, is_behind=tail.is_behind)
-        yield from follower.take([])
-        if not is_open:
-            yield from follower.rest()
-            return
-        time.sleep(interval_s)

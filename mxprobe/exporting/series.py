@@ -26,7 +26,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "outputs": ("step", "time_ns", "module", "phase", "ref2", "realised2", "predicted2", "residual2"),
     "overhead": ("step", "time_ns", "probe_ns", "step_ns", "n_dropped"),
 }
-"""What the curves are made of."""
+"""The curves are made of these tables and columns."""
 _OPERAND = {"nmse": "nmse", "out_error": "output_error", "zero_frac": "zero_frac"}
 
 
@@ -40,7 +40,7 @@ class Point:
 
 
 def curves(trace: Trace, modules: Sequence[str] = ()) -> list[Point]:
-    """Points in the order of their steps; values that are not finite are left out."""
+    """Return points in the order of their steps; values that are not finite are left out."""
     signals = trace.table("signals", COLUMNS["signals"])
     others = {name: trace.table(name, columns) for name, columns in COLUMNS.items() if name != "signals"}
     logged = signal_rows(placed(signals, others["overhead"]), keys_of(signals))
@@ -48,7 +48,7 @@ def curves(trace: Trace, modules: Sequence[str] = ()) -> list[Point]:
 
 
 def points(parts: Sequence[pd.DataFrame]) -> Iterator[Point]:
-    """Long rows (`step`, `tag`, `value`, `time_ns`) by step; values that are not finite are left out."""
+    """Gather long rows (`step`, `tag`, `value`, `time_ns`) by step; values that are not finite are left out."""
     rows = pd.concat([part for part in parts if len(part)] or [_long([], "", [], [])], ignore_index=True)
     rows = rows[np.isfinite(rows["value"].to_numpy(dtype=float))].sort_values("step", kind="stable")
     for step, group in rows.groupby("step", sort=True):
@@ -57,13 +57,13 @@ def points(parts: Sequence[pd.DataFrame]) -> Iterator[Point]:
 
 
 def keys_of(signals: pd.DataFrame) -> dict[str, set[str]]:
-    """Metric -> the raw keys that were logged under it."""
+    """Return metric -> the raw keys that were logged under it."""
     pairs = signals[["metric", "raw_key"]].astype(str).drop_duplicates()
     return {str(metric): set(group["raw_key"]) for metric, group in pairs.groupby("metric")}
 
 
 def placed(signals: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Metrics logged without a step (-1) at the last step before them by time; `steps` has `step` and `time_ns`."""
+    """Put metrics logged without a step (-1) at the last step before them by time; `steps` has `step` and `time_ns`."""
     is_unplaced = (signals["step"] < 0).to_numpy()
     if not is_unplaced.any() or steps.empty:
         return signals
@@ -74,7 +74,7 @@ def placed(signals: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def signal_rows(rows: pd.DataFrame, keys: Mapping[str, Collection[str]]) -> pd.DataFrame:
-    """Logged metrics, long; under the raw key where `keys` has none or several for the metric."""
+    """Return logged metrics, long; under the raw key where `keys` has none or several for the metric."""
     rows = rows.dropna(subset=["step", "value"])
     if rows.empty:
         return _long([], "", [], [])
@@ -85,7 +85,7 @@ def signal_rows(rows: pd.DataFrame, keys: Mapping[str, Collection[str]]) -> pd.D
 
 
 def step_rows(tables: Mapping[str, pd.DataFrame], modules: Sequence[str] = ()) -> list[pd.DataFrame]:
-    """All other curves, long, from whole steps of `tensors`, `outputs` and `overhead`."""
+    """Return all other curves, long, from whole steps of `tensors`, `outputs` and `overhead`."""
     return [
         *_operands(tables["tensors"], modules),
         *_outputs(tables["outputs"], modules),
@@ -121,7 +121,7 @@ def _outputs(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[pd.DataFram
 
 
 def _places(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[tuple[pd.Series, pd.DataFrame]]:
-    """(name of the place, rows): once by kind of module, once by module for those that a glob matches."""
+    """Yield (name of the place, rows): once by kind of module, once by module for those that a glob matches."""
     if rows.empty:
         return
     names = rows["module"].astype(str)

@@ -14,7 +14,9 @@ from mxprobe.trace import Trace
 from .series import Point, curves
 
 STEP = "mxprobe/step"
-"""What wandb draws the curves over. Its own step only ever grows, and rows of an earlier one would be dropped."""
+"""wandb draws the curves over it. Its own step only ever grows, and rows of an earlier one would be dropped."""
+_FLUSH_S = 5
+"""TensorBoard shows what was logged at most so late."""
 
 
 class Tracker(StrEnum):
@@ -59,7 +61,7 @@ def export_to(
 
 
 def open_run(tracker: Tracker, facts: dict[str, Any], *, project: str, name: str, directory: Path) -> TrackerRun:
-    """A new run; `facts` (run.json) become its configuration where the tracker has one.
+    """Begin a new run; `facts` (run.json) become its configuration where the tracker has one.
 
     Raises:
         UsageError: the library is not installed, or refuses.
@@ -76,7 +78,7 @@ def open_run(tracker: Tracker, facts: dict[str, Any], *, project: str, name: str
 
 
 def require(tracker: Tracker) -> Any:
-    """The tracker's library. UsageError where it is not installed."""
+    """Import the tracker's library. UsageError where it is not installed."""
     try:
         return importlib.import_module(tracker.value)
     except ImportError as error:
@@ -97,10 +99,8 @@ def no_curve(directory: Path) -> UsageError:
 
 class _TensorBoardRun:
     def __init__(self, directory: Path) -> None:
-        # Generated and untyped modules: imported by name, so that they are Any and not unknown.
-        proto = "tensorboard.compat.proto"
-        self._event, self._summary = (importlib.import_module(f"{proto}.{name}_pb2") for name in ("event", "summary"))
-        files = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._directory = directory
         if directory.exists() and any(directory.glob("events.out.tfevents.*")):
             raise UsageError(
@@ -109,24 +109,17 @@ class _TensorBoardRun:
                 remedy="name another run with --name, or remove that one",
             )
         try:
-            self._writer = files.EventFileWriter(str(directory), flush_secs=_FLUSH_S)
+            self._writer: Any = SummaryWriter(str(directory), flush_secs=_FLUSH_S)
         except OSError as error:
             raise UsageError(f"cannot write to {directory}: {error.strerror or error}") from None
 
     def log(self, point: Point) -> None:
-        values = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()]
-        self._writer.add_event(
-            self._event.Event(
-                step=point.step, wall_time=point.time_ns / 1e9, summary=self._summary.Summary(value=values)
-            )
-        )
+        for tag, value in point.values.items():
+            self._writer.add_scalar(tag, value, point.step, walltime=point.time_ns / 1e9)
 
     def close(self) -> str:
         self._writer.close()
         return f"{self._directory} (tensorboard --logdir {self._directory.parent})"
-
-
-_FLUSH_S = 5
 
 
 class _WandbRun:

@@ -1,4 +1,4 @@
-"""What the user has chosen by keys: sorting, filter, pause, scrolling."""
+"""Holds what the user has chosen by keys: sorting, filter, pause, scrolling."""
 
 from dataclasses import dataclass
 

@@ -5,35 +5,34 @@ import select
 import sys
 import termios
 import tty
-from types import TracebackType
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
 
 _SEQUENCES = {"[A": "up", "[B": "down", "OA": "up", "OB": "down", "[5~": "page up", "[6~": "page down"}
 _NAMES = {"\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace", "\x1b": "escape"}
 
 
 class Keyboard:
-    """Context manager. Where standard input is no terminal, `read` waits and gives nothing."""
+    """Reads single keys. Where standard input is no terminal, `read` waits and gives nothing."""
 
     def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        self._before: list[Any] | None = None
-        self._pending = ""
 
-    def __enter__(self) -> "Keyboard":
-        if self._descriptor is not None:
-            self._before = termios.tcgetattr(self._descriptor)
-            tty.setcbreak(self._descriptor)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._descriptor is not None and self._before is not None:
-            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+    @contextmanager
+    def unbuffered(self) -> Generator[None]:
+        """Have the terminal hand over each key at once and without an echo, as long as the block lasts."""
+        descriptor = self._descriptor
+        before = None if descriptor is None else termios.tcgetattr(descriptor)
+        if descriptor is not None:
+            tty.setcbreak(descriptor)
+        try:
+            yield
+        finally:
+            if descriptor is not None and before is not None:
+                termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
     def read(self, timeout_s: float) -> list[str]:
-        """Keys pressed within the time: characters as they are, others by name (`enter`, `up`, ...)."""
+        """Return the keys pressed within the time: characters as they are, others by name (`enter`, `up`, ...)."""
         waited_on = [] if self._descriptor is None else [self._descriptor]
         ready, _, _ = select.select(waited_on, [], [], timeout_s)
         if not ready or self._descriptor is None:

@@ -1,4 +1,4 @@
-"""What a live view shows, kept small however long the run: the latest row per operand, the last points per metric."""
+"""Holds what a live view shows, small however long the run: the latest row per operand, the last points per metric."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -54,6 +54,11 @@ class LiveState:
     _recent_step_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
     _counters: dict[int, tuple[int, int]] = field(default_factory=dict)
 
+    def update_all(self, polled: Sequence[tuple[str, int, pd.DataFrame]]) -> None:
+        """Take in what a poll of the trace found: (table, rank, new rows)."""
+        for table, rank, rows in polled:
+            self.update(table, rank, rows)
+
     def update(self, table: str, rank: int, rows: pd.DataFrame) -> None:
         """Take in new rows of a table."""
         if rows.empty:
@@ -100,7 +105,7 @@ class LiveState:
         return sum(errors for _, errors in self._counters.values())
 
     def layer_table(self) -> pd.DataFrame:
-        """One row per operand: `module`, `role`, `phase`, `output_error`, `zeros`, `component`, `rollout`, `train`.
+        """Return rows by operand: `module`, `role`, `phase`, `output_error`, `zeros`, `component`, `rollout`, `train`.
 
         The last two are the realised output errors of the module in these phases, NaN where not seen.
         """

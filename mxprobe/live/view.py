@@ -53,7 +53,7 @@ def render(
     height: int,
     ascii_only: bool = False,
 ) -> RenderableType:
-    """The whole picture, in at most `height` lines where that leaves room for one row."""
+    """Draw the whole picture, in at most `height` lines where that leaves room for one row."""
     symptoms = _symptoms(state, width, ascii_only=ascii_only)
     layers = select_layers(state.layer_table(), controls)
     spare = height - _FIXED_LINES - symptoms.row_count
@@ -68,7 +68,7 @@ def render(
 
 
 def plain_line(state: LiveState) -> str:
-    """One line for logs and pipes: no colour, no cursor movement."""
+    """Return one line for logs and pipes: no colour, no cursor movement."""
     parts = [f"step {state.last_step}"]
     for metric, words in (*METRICS[:2], (MISMATCH, "mismatch")):
         points = state.series.get(metric)
@@ -86,7 +86,7 @@ def plain_line(state: LiveState) -> str:
 
 
 def select_layers(table: pd.DataFrame, controls: Controls) -> pd.DataFrame:
-    """Rows that the filter lets through (a part of the name, or a glob), in the chosen order."""
+    """Return the rows that the filter lets through (a part of the name, or a glob), in the chosen order."""
     if table.empty:
         return table
     wanted = controls.filter if controls.typing is None else controls.typing
@@ -100,7 +100,7 @@ def select_layers(table: pd.DataFrame, controls: Controls) -> pd.DataFrame:
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """The last values, pooled into `width` means, between their own minimum and maximum."""
+    """Draw the last values, pooled into `width` means, between their own minimum and maximum."""
     data = np.asarray(values, dtype=float)
     data = data[np.isfinite(data)]
     if not data.size or width < 1:
@@ -210,5 +210,5 @@ def _percent(share: float | None) -> str:
 
 
 def _tail(name: str, width: int) -> str:
-    """A long name by its end: the layers differ there, and in the number before it."""
+    """Shorten a long name to its end: the layers differ there, and in the number before it."""
     return name if len(name) <= width else f"…{name[1 - width :]}"

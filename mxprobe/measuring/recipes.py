@@ -14,21 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-import mxprobe_kernels
 from mxprobe.events import Event
+from mxprobe_kernels.corrections import quantize_operand
 from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import NONE, Operand
 
-NONE = "none"
 EXACT_FRAC = 1e-5
 _PROBE_ROWS = 16
 _PROBE_FEATURES = 64
 
-RULES: tuple[str, ...] = tuple(f"mxfp4+{rule}" for rule in Rule)
+RULES: tuple[str, ...] = tuple(Operand("mxfp4", rule).inferred for rule in Rule)
 """`rceil` first: of rules that agree on the data at hand, the most common is named."""
-CORRECTED: tuple[str, ...] = (
-    *(f"mxfp4+{how}" for how in ("of:0.5", "of:1.0", "mbs:128", "mbs:64", "mbs:32", "had:32")),
-    "nvfp4",
-    "mxfp8",
+CORRECTED: tuple[str, ...] = tuple(
+    Operand.from_correction(name).inferred
+    for name in ("of:0.5", "of:1.0", "mbs:128", "mbs:64", "mbs:32", "had:32", "nvfp4", "mxfp8")
 )
 """With `OTHER_FORMATS`, every default what-if that is no rule: a run that follows a recommendation must not look
 unexplained."""
@@ -38,7 +37,7 @@ OTHER_FORMATS: tuple[str, ...] = ("nvfp4_4over6", "mxfp4_4over6", "hif4", "mxfp6
 costs grows with the pairs."""
 
 Recipe = tuple[str, str]
-"""How x and how W were quantized: `none`, `mxfp4+<rule or correction>` (on `rceil`), `nvfp4`, `mxfp8`, ..."""
+"""How x and how W were quantized, each as `Operand.inferred` spells it: `none`, `mxfp4+floor`, `nvfp4`, ..."""
 
 
 class Call(NamedTuple):
@@ -139,20 +138,16 @@ class Quantized:
         key = (side, name, limit)
         if key not in self._made:
             whole = self._tensors[side]
-            # nvfp4 has a tensor scale, which is the whole tensor's.
-            value = quantize(whole, name)[:limit] if name.startswith("nvfp4") else quantize(whole[:limit], name)
+            of_whole = Operand.parse(name).needs_whole_tensor
+            value = quantize(whole, name)[:limit] if of_whole else quantize(whole[:limit], name)
             self._made[key] = value.to(self._dtype).double()
         return self._made[key]
 
 
 def quantize(x: torch.Tensor, name: str) -> torch.Tensor:
     """x under one side of a recipe, blocks along the last axis. ValueError for an unknown name."""
-    if name == NONE:
-        return x
-    format, _, how = name.partition("+")
-    if not how:
-        return mxprobe_kernels.apply_correction(x, format)
-    return mxprobe_kernels.apply_correction(x, f"rule:{how}" if how in tuple(Rule) else how)
+    operand = Operand.parse(name)
+    return x if operand.is_high_precision else quantize_operand(x, operand)
 
 
 def _energy(x: torch.Tensor) -> float:

@@ -22,11 +22,11 @@ import torch
 
 from mxprobe.errors import UsageError
 
-from .lines import evenly
+from .spacing import evenly
 
 SEQUENCES_PER_BATCH = 4
 MAX_TOKENS = 512
-"""Of a sequence; what is longer is cut."""
+"""Longer sequences are cut."""
 
 Tokenize = Callable[[Sequence[str]], "list[list[int]]"]
 
@@ -47,7 +47,7 @@ class Batch:
 class Inputs:
     batches: tuple[Batch, ...]
     n_sequences: int
-    """In the batches, of `n_available`."""
+    """Sequences in the batches, chosen from `n_available`."""
     n_available: int
     n_cut: int
     """Sequences that were longer than the limit."""
@@ -58,7 +58,7 @@ class Inputs:
 
 
 def calibration_files(path: Path) -> list[Path]:
-    """The files that `path` stands for. UsageError when there are none."""
+    """List the files that `path` stands for. UsageError when there are none."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".txt", ".npy", ".safetensors"))
         if not files:
@@ -76,7 +76,7 @@ def calibration_files(path: Path) -> list[Path]:
 def read_inputs(
     files: Sequence[Path], tokenize: Tokenize, *, n_batches: int, vocabulary: int, max_tokens: int = MAX_TOKENS
 ) -> Inputs:
-    """`n_batches` batches of at most `SEQUENCES_PER_BATCH` sequences; fewer in each, then fewer, where they run out.
+    """Read `n_batches` batches of at most `SEQUENCES_PER_BATCH` sequences; fewer in each, then fewer, if these run out.
 
     Raises:
         UsageError: a file that cannot be read, no sequence of two tokens or more, ids outside of the vocabulary.

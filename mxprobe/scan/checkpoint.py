@@ -9,7 +9,7 @@ from typing import Any
 
 from mxprobe.errors import UsageError
 
-from .safetensors_file import Entry, SafetensorsFile
+from .safetensors_file import SafetensorsFile, StoredTensor
 
 INDEX = "model.safetensors.index.json"
 
@@ -19,7 +19,7 @@ class Checkpoint:
     """Readable tensors by name, each with its file; sentences for what is missing or damaged."""
 
     path: Path
-    tensors: dict[str, tuple[SafetensorsFile, Entry]] = field(default_factory=dict)
+    tensors: dict[str, tuple[SafetensorsFile, StoredTensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """`config.json`, {} where there is none."""

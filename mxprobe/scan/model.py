@@ -24,7 +24,7 @@ from mxprobe.errors import UsageError
 
 from .checkpoint import Checkpoint
 from .safetensors_file import FLOATING
-from .weights import ALREADY_QUANTIZED, Weight
+from .stored_weights import ALREADY_QUANTIZED, Weight
 
 _MEMORY_MARGIN = 1.25
 """Activations and copies, beside 4 bytes a parameter."""
@@ -44,7 +44,7 @@ class BuiltModel:
     directory: Path
 
     def tokenize(self, lines: Sequence[str]) -> list[list[int]]:
-        """Token ids of each line by the checkpoint's tokenizer. UsageError when it has none."""
+        """Return the token ids of each line by the checkpoint's tokenizer. UsageError when it has none."""
         from transformers import AutoTokenizer
 
         with _quiet():
@@ -64,7 +64,7 @@ class BuiltModel:
             return tokenizer(list(lines), truncation=False)["input_ids"]
 
     def linears(self, modules: set[str]) -> dict[str, nn.Linear]:
-        """The Linears to watch, by the checkpoint's name of their weight, as far as it is in `modules`.
+        """Return the Linears to watch, by the checkpoint's name of their weight, as far as it is in `modules`.
 
         A checkpoint and a model name the same layer with and without the base model's prefix.
         """
@@ -83,7 +83,7 @@ class BuiltModel:
 
 
 def build_model(checkpoint: Checkpoint, weights: Sequence[Weight]) -> BuiltModel:
-    """The model, in evaluation mode, without gradients.
+    """Build the model, in evaluation mode, without gradients.
 
     Raises:
         UsageError: it cannot be built: no config, an unknown architecture, code of its own, quantized weights,
@@ -159,7 +159,7 @@ def _cannot_build(directory: Path, cause: str) -> UsageError:
 
 
 def _available_bytes() -> int | None:
-    """Memory that new processes can have; None where the system does not say."""
+    """Return the memory that new processes can have; None where the system does not say."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
@@ -168,14 +168,14 @@ def _available_bytes() -> int | None:
 
 
 def first_line(error: Exception) -> str:
-    """Kind and first line of what foreign code raised."""
+    """Return kind and first line of what foreign code raised."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """No progress bars, advice and load reports of transformers on the terminal; put back afterwards."""
+    """Keep progress bars, advice and load reports of transformers off the terminal for a while."""
     from transformers.utils import logging
 
     verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 
 from mxprobe.errors import UsageError
 from mxprobe.schema import TABLES
@@ -28,7 +29,7 @@ CALIBRATED = "calibrated"
 
 
 def identity_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal for a scan to be continued: files and settings, as JSON gives them back."""
+    """Return what must be equal for a scan to be continued: files and settings, as JSON gives them back."""
     identity: dict[str, Any] = {
         "checkpoint": str(checkpoint.path.resolve()),
         "files": checkpoint.fingerprint,
@@ -45,7 +46,7 @@ def _backup(output: Path) -> Path:
 
 
 def interrupted(output: Path, identity: dict[str, Any]) -> Trace | None:
-    """The unfinished scan to continue, moved out of the way; None when there is none.
+    """Return the unfinished scan to continue, moved out of the way; None when there is none.
 
     A scan killed while it took over an earlier one leaves the earlier one in the backup, which then counts.
     """
@@ -84,17 +85,8 @@ def take_over(earlier: Trace, writer: TraceWriter, output: Path) -> tuple[set[st
             kept |= frame["module"].astype(str).isin(sorted(done)) & is_weight
         if table in _BATCH_TABLES:
             kept |= frame["step"].isin(sorted(steps))
-        frame = frame[kept]
-        if not frame.empty:
-            writer.append(table, {name: _plain(frame[name], kind) for name, kind in TABLES[table]})
+        rows = earlier.arrow(table).filter(pa.array(kept))
+        if rows.num_rows:
+            writer.append(table, {name: rows.column(name).to_pylist() for name, _ in TABLES[table]})
     shutil.rmtree(_backup(output))
     return done, steps
-
-
-def _plain(column: pd.Series, kind: str) -> list[Any]:
-    """A column as Python values, missing ones None, integers whole again."""
-    if kind.startswith("list"):
-        return [None if values is None else [int(value) for value in values] for values in column]
-    missing = column.isna()
-    cast: Callable[[Any], Any] = {"int64": int, "int32": int, "float64": float, "bool": bool}.get(kind, str)
-    return [None if gone else cast(value) for value, gone in zip(column, missing, strict=True)]

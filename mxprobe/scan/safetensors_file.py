@@ -7,6 +7,7 @@ to name the tensors that are cut and measure the others. Format: https://github.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -36,7 +37,7 @@ FLOATING: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""What can be decomposed as it is."""
+"""Tensors of these can be decomposed as they are."""
 
 _MADV_POPULATE_READ = 22
 _ALIGNMENT = 8
@@ -53,7 +54,7 @@ _OTHER_FORMATS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor in a file. `begin` and `end` are byte offsets in the file."""
 
     name: str
@@ -64,10 +65,7 @@ class Entry:
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for length in self.shape:
-            n *= length
-        return n
+        return math.prod(self.shape)
 
 
 class SafetensorsFile:
@@ -86,15 +84,15 @@ class SafetensorsFile:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
         self.metadata: dict[str, Any] = header.pop("__metadata__", None) or {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, StoredTensor] = {}
         self.problems: list[str] = []
         for name, description in header.items():
             problem = self._add(name, description, data_begin)
             if problem:
                 self.problems.append(f"{path.name}: tensor {name}: {problem}")
 
-    def read_rows(self, entry: Entry, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of the tensor seen as [rows, shape[-1]], in the file's dtype, not to be written to.
+    def read_rows(self, entry: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Read rows [start, stop) of the tensor seen as [rows, shape[-1]], in the file's dtype, not to be written to.
 
         Raises:
             UsageError: the bytes cannot be read, naming file and tensor.
@@ -128,7 +126,7 @@ class SafetensorsFile:
             return "its header has no readable dtype, shape and data_offsets"
         if dtype not in BITS:
             return f"unknown dtype {dtype}"
-        entry = Entry(name, dtype, shape, data_begin + first, data_begin + last)
+        entry = StoredTensor(name, dtype, shape, data_begin + first, data_begin + last)
         if min(shape, default=0) < 0 or first < 0 or (last - first) * 8 != entry.n_elements * BITS[dtype]:
             return f"{last - first} bytes cannot hold {dtype} {list(shape)}: the header is corrupt"
         if entry.end > self.size_bytes:
@@ -139,7 +137,7 @@ class SafetensorsFile:
 
 
 def _mapped(file: BinaryIO, begin: int, n_bytes: int) -> memoryview | None:
-    """Bytes [begin, begin + n_bytes) of the file as the page cache holds them; None where they have to be copied.
+    """Map bytes [begin, begin + n_bytes) of the file as the page cache holds them; None where they have to be copied.
 
     A copy takes as long as measuring a third of what it copies. Pages are brought in here, because a disk's error is
     an exception to the call that asks for them and the end of the process that meets it on the way.
@@ -156,7 +154,7 @@ def _mapped(file: BinaryIO, begin: int, n_bytes: int) -> memoryview | None:
 
 
 def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, Any], int]:
-    """The header's JSON object, and where the data begin."""
+    """Return the header's JSON object, and where the data begin."""
     if size == 0:
         raise UsageError(f"{path} is empty", cause="an interrupted download", remedy="fetch it again")
     start = file.read(32)

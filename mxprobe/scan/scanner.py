@@ -12,56 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
 from mxprobe.errors import MxprobeError, UsageError
 from mxprobe.events import Event, finished
-from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Phase, Row
 from mxprobe.trace import TraceWriter
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, get_format, get_rule
 
-from .activations import Activations
-from .calibration import MAX_TOKENS, Inputs, calibration_files, read_inputs
+from .activations import Activations, prepare_activations
 from .checkpoint import Checkpoint, open_checkpoint
-from .measure import MeasureSettings, measure_weight
-from .model import BuiltModel, build_model
 from .resume import CALIBRATED, identity_of, interrupted, take_over
-from .safetensors_file import BITS
-from .weights import ALREADY_QUANTIZED, PROBED, Weight, find_weights, settings_of_quantization
-
-
-@dataclass(frozen=True)
-class ScanSettings:
-    """What is measured. Raises UsageError for names that do not exist."""
-
-    format: str = "mxfp4"
-    rule: str = "rceil"
-    whatifs: tuple[str, ...] = DEFAULT_WHATIFS
-    whatif_elements: int = 65_536
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = DEFAULT_EXCLUDE
-    calibration: str = ""
-    """Path of real inputs for the model, see `mxprobe.scan.calibration`; empty: weights only."""
-    calibration_batches: int = 8
-    """Batches of at most four sequences; the verdict wants eight."""
-
-    def __post_init__(self) -> None:
-        try:
-            get_format(self.format)
-            get_rule(self.rule)
-            for name in self.whatifs:
-                Correction.parse(name)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        if self.whatif_elements < 1:
-            raise UsageError("what-ifs need at least one element per weight; leave them out with no what-ifs at all")
-        if self.calibration_batches < 1:
-            raise UsageError("a calibration has at least one batch")
-
-    def measuring(self) -> MeasureSettings:
-        return MeasureSettings(self.format, self.rule, self.whatifs, self.whatif_elements)
+from .settings import ScanSettings
+from .stored_weights import ALREADY_QUANTIZED, PROBED, Weight, find_weights, settings_of_quantization
+from .weight_error import measure_weight
 
 
 @dataclass
@@ -69,10 +30,10 @@ class ScanResult:
     trace: Path
     n_scanned: int = 0
     n_resumed: int = 0
-    """Of those, taken over from an earlier, interrupted scan."""
+    """Weights of `n_scanned` that were taken over from an earlier, interrupted scan."""
     n_bytes: int = 0
     n_batches: int = 0
-    """Of calibration inputs, those of an earlier scan included."""
+    """Batches of calibration inputs, those of an earlier scan included."""
     quantized: dict[str, int] = field(default_factory=dict)
     """Weights that are stored quantized, by format."""
     problems: list[str] = field(default_factory=list)
@@ -116,18 +77,18 @@ def scan(
         raise UsageError(f"{path} holds no weight to scan", cause="; ".join(reasons[:5]))
     result = ScanResult(output, problems=list(checkpoint.problems))
     identity = identity_of(checkpoint, asdict(settings))
-    calibration = _prepare(checkpoint, weights, settings) if settings.calibration else None
+    activations = prepare_activations(checkpoint, weights, settings) if settings.calibration else None
     kept = interrupted(output, identity)
     run = _run(checkpoint, settings, identity)
-    if calibration is not None:
-        run["calibration"] = calibration.describe()
+    if activations is not None:
+        run["calibration"] = activations.describe()
     writer = TraceWriter(output, run)
     try:
         done, done_steps = take_over(kept, writer, output) if kept is not None else (set[str](), set[int]())
         _write_problems(writer, result.problems)
         _measure_all(weights, done, settings, writer, result, on_progress)
-        if calibration is not None:
-            _calibrate(calibration, done_steps, writer, result, on_progress)
+        if activations is not None:
+            _calibrate(activations, done_steps, writer, result, on_progress)
         writer.update_run(scan={**identity, "problems": result.problems, "quantized": result.quantized})
     except BaseException:
         writer.abandon()  # not complete: the same call continues it
@@ -145,7 +106,7 @@ def _measure_all(
     on_progress: Callable[[Progress], None],
 ) -> None:
     pending = [weight for weight in weights if weight.module not in done]
-    total = sum(_size_bytes(weight) for weight in pending if weight.status == PROBED)
+    total = sum(weight.entry.end - weight.entry.begin for weight in pending if weight.status == PROBED)
     result.n_resumed = sum(weight.module in done and weight.status == PROBED for weight in weights)
     result.n_scanned = result.n_resumed
     for weight in weights:
@@ -160,7 +121,7 @@ def _measure_all(
                 on_progress(Progress(module, result.n_bytes, total))
 
             try:
-                tensors, whatifs = measure_weight(weight, settings.measuring(), on_bytes)
+                tensors, whatifs = measure_weight(weight, settings, on_bytes)
             except MxprobeError as error:
                 result.problems.append(error.what)
                 _write_problems(writer, [error.what])
@@ -171,74 +132,27 @@ def _measure_all(
         _append(writer, "modules", [_module_row(weight)])
 
 
-@dataclass(frozen=True)
-class _Calibration:
-    built: BuiltModel
-    modules: dict[str, nn.Linear]
-    inputs: Inputs
-    config: AgentConfig
-
-    def describe(self) -> dict[str, Any]:
-        """As `run.json` has it."""
-        inputs = self.inputs
-        return {
-            "model": self.built.class_name,
-            "n_modules": len(self.modules),
-            "n_batches": len(inputs.batches),
-            "n_sequences": inputs.n_sequences,
-            "n_available": inputs.n_available,
-            "n_tokens": inputs.n_tokens,
-            "n_cut": inputs.n_cut,
-            "delta2": self.built.is_causal,
-        }
-
-
-def _prepare(checkpoint: Checkpoint, weights: Sequence[Weight], settings: ScanSettings) -> _Calibration:
-    files = calibration_files(Path(settings.calibration))
-    built = build_model(checkpoint, weights)
-    modules = built.linears({weight.module for weight in weights if weight.status == PROBED})
-    if not modules:
-        raise UsageError(
-            f"no weight that is scanned belongs to an nn.Linear of {built.class_name}",
-            cause="its layers are of another kind (Conv1D, fused experts), or the globs leave all of them out",
-            remedy="widen --include, or scan without --calibration",
-        )
-    inputs = read_inputs(
-        files,
-        built.tokenize,
-        n_batches=settings.calibration_batches,
-        vocabulary=built.vocabulary,
-        max_tokens=min(built.max_tokens, MAX_TOKENS),
-    )
-    config = AgentConfig(format=settings.format, rule=settings.rule, whatifs=settings.whatifs)
-    return _Calibration(built, modules, inputs, config)
-
-
 def _calibrate(
-    calibration: _Calibration,
+    activations: Activations,
     done: set[int],
     writer: TraceWriter,
     result: ScanResult,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    batches = calibration.inputs.batches
-    activations = Activations(calibration.built, calibration.modules, calibration.config)
-    try:
-        for step, batch in enumerate(batches, 1):
-            on_progress(Progress("", result.n_bytes, result.n_bytes, step - 1, len(batches)))
-            if step not in done:
-                tables: dict[str, list[Row]] = {}
-                for table, row in activations.measure(batch, step):
-                    tables.setdefault(table, []).append(finished(row))
-                for table, rows in tables.items():
-                    _append(writer, table, rows)
-                counts = {"n_sequences": len(batch.input_ids), "n_tokens": batch.n_tokens}
-                said = f"{len(batch.input_ids)} sequences, {batch.n_tokens} tokens"
-                _append(writer, "events", [_row_of(Event(CALIBRATED, "", "done", counts, said), step)])
-            result.n_batches += 1
-            on_progress(Progress("", result.n_bytes, result.n_bytes, step, len(batches)))
-    finally:
-        activations.close()
+    batches = activations.inputs.batches
+    for step, batch in enumerate(batches, 1):
+        on_progress(Progress("", result.n_bytes, result.n_bytes, step - 1, len(batches)))
+        if step not in done:
+            tables: dict[str, list[Row]] = {}
+            for table, row in activations.measure(batch, step):
+                tables.setdefault(table, []).append(finished(row))
+            for table, rows in tables.items():
+                _append(writer, table, rows)
+            counts = {"n_sequences": len(batch.input_ids), "n_tokens": batch.n_tokens}
+            said = f"{len(batch.input_ids)} sequences, {batch.n_tokens} tokens"
+            _append(writer, "events", [_row_of(Event(CALIBRATED, "", "done", counts, said), step)])
+        result.n_batches += 1
+        on_progress(Progress("", result.n_bytes, result.n_bytes, step, len(batches)))
 
 
 def _run(checkpoint: Checkpoint, settings: ScanSettings, identity: dict[str, Any]) -> dict[str, Any]:
@@ -281,10 +195,6 @@ def _module_row(weight: Weight) -> Row:
         # One token: how many a step will have is not in a checkpoint.
         "gemm_flops": 0.0 if "embed" in weight.module else 2.0 * entry.n_elements,
     }
-
-
-def _size_bytes(weight: Weight) -> int:
-    return weight.entry.n_elements * BITS[weight.entry.dtype] // 8
 
 
 def _append(writer: TraceWriter, table: str, rows: Sequence[Row]) -> None:

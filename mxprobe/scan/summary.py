@@ -1,10 +1,12 @@
-"""What a scan found, from its trace: totals per direction, what-ifs, the worst weights; of a calibration, the
-activations, the errors of the products, and what moves the model. No torch."""
+"""Summarises the trace of a scan: totals per direction, what-ifs, the worst weights.
+
+A calibration adds the activations, the errors of the products, and what moves the model. Torch is not imported.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -38,10 +40,12 @@ _SPLIT = ("scale", "deadzone", "grid", "raw_scale", "raw_deadzone", "raw_grid", 
 
 
 def summarise(trace: Trace, *, worst: int = 5) -> dict[str, Any]:
-    """JSON-ready. `directions`, one per role: ratios of the sums over all weights, what each correction leaves of
-    the error, and, for MXFP4, the Gaussian reference and the judgement of all weights as one tensor. `worst`
-    weights by NMSE, `modules` by status, `quantized` ones by format, `problems`. `calibration`, null without one: see
-    `_calibration`."""
+    """Return a JSON-ready summary.
+
+    `directions`, one per role: ratios of the sums over all weights, what each correction leaves of the error, and, for
+    MXFP4, the Gaussian reference and the judgement of all weights as one tensor. `worst` weights by NMSE, `modules` by
+    status, `quantized` ones by format, `problems`. `calibration`, null without one: see `_calibration`.
+    """
     of_batches, tried_on_batches = trace.tensors(), trace.whatif()
     modules = trace.modules()
     tensors, whatif = (frame[frame["step"] == 0] for frame in (of_batches, tried_on_batches))
@@ -85,22 +89,14 @@ def _calibration(trace: Trace, tensors: pd.DataFrame, whatif: pd.DataFrame, coun
         found["activations"] = _direction(ACTIVATIONS, tensors, whatif, str(trace.run.get("rule"))) | {
             "output_error": {str(role): _number(value) for role, value in mean.items()}
         }
-        found["worst_outputs"] = [
-            {
-                "module": str(row["module"]),
-                "output_error": _number(row["output_error"]),
-                "zero_frac": _number(row["n_zeroed"] / row["n"]),
-            }
-            for _, row in of_inputs.head(count).iterrows()
-        ]
+        worst = of_inputs.head(count).assign(zero_frac=of_inputs["n_zeroed"] / of_inputs["n"])
+        found["worst_outputs"] = _records(worst, ("module",), ("output_error", "zero_frac"))
     replays, sensitivity = trace.replays(), trace.sensitivity()
     if not replays.empty and not sensitivity.empty:
         arms = replays.groupby("arm", observed=True, sort=False)[["sum_kl", "n_tokens"]].sum()
         found["kl"] = {str(arm): _number(row["sum_kl"] / row["n_tokens"]) for arm, row in arms.iterrows()}
-        found["most_sensitive"] = [
-            {name: str(row[name]) for name in ("module", "role")} | {"predicted_kl": _number(row["predicted_kl"])}
-            for _, row in operand_sensitivity(sensitivity).head(count).iterrows()
-        ]
+        operands = operand_sensitivity(sensitivity).head(count)
+        found["most_sensitive"] = _records(operands, ("module", "role"), ("predicted_kl",))
         found["is_first_order"] = is_valid(validity(sensitivity, replays))
     return found
 
@@ -147,17 +143,24 @@ def _worst(tensors: pd.DataFrame, count: int) -> list[dict[str, Any]]:
     values = ratios.tensor_ratios(tensors)
     table = pd.concat([tensors[["module", "role", "format"]].astype(str), values[list(_SHOWN)]], axis=1)
     table = table.sort_values("nmse", ascending=False, kind="stable").head(count)
+    is_split = table["format"] == MXFP4.name
     return [
-        {"module": row["module"], "role": row["role"]}
-        | {name: _number(row[name]) for name in _SHOWN}
-        | ({} if row["format"] == MXFP4.name else dict.fromkeys(_SPLIT))
-        for _, row in table.iterrows()
+        record if split else record | dict.fromkeys(_SPLIT)
+        for record, split in zip(_records(table, ("module", "role"), _SHOWN), is_split, strict=True)
     ]
 
 
 def _nonfinite(tensors: pd.DataFrame) -> list[str]:
     bad = tensors[tensors["n_nonfinite"].fillna(0) > 0]
     return sorted(set(bad["module"].astype(str)))
+
+
+def _records(rows: pd.DataFrame, names: Sequence[str], numbers: Sequence[str]) -> list[dict[str, Any]]:
+    """Return JSON-ready objects of the columns `names` and `numbers`, one for each row."""
+    return [
+        {name: str(row[name]) for name in names} | {name: _number(row[name]) for name in numbers}
+        for row in rows.to_dict("records")
+    ]
 
 
 def _number(value: Any) -> float | None:

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from mxprobe.attach.surroundings import Finding
+from mxprobe.demo.runner import running
 from mxprobe.errors import MxprobeError
 from mxprobe.trace import open_trace
 
-JOB = Path(__file__).with_name("job.py")
+JOB = Path(__file__).with_name("training_job.py")
 EVERY = 10
 """A denser schedule than a user's, so that a minute holds enough probed steps."""
 STEPS_BEFORE, STEPS_ATTACHED, STEPS_ALONE = 5, 20, 20
 N_ATTACHES = 4
-"""By the first way in, whose cost is measured; once by each other."""
+"""Attaches by the first way in, whose cost is measured; by each other way once."""
 T_975 = 3.182
 """Student's t, 3 degrees of freedom: the interval over `N_ATTACHES` ratios."""
 STEP_TIMEOUT_S = 60.0
@@ -41,11 +42,11 @@ class Step:
 
 @dataclass(frozen=True)
 class AttachedRun:
-    """What the job wrote, and when it was attached."""
+    """Holds what the job wrote, and when it was attached."""
 
     steps: list[Step]
     spans: list[tuple[int, int, int]]
-    """Of each attach: the first step that began after it was acknowledged, the one at which it was asked to leave, and
+    """For each attach: the first step that began after it was acknowledged, the one at which it was asked to leave, and
     the first that began after it had left."""
     traces: list[Path]
 
@@ -55,7 +56,7 @@ class AttachedRun:
 
 
 def check_attach(ways: Sequence[str], directory: Path) -> list[Finding]:
-    """Findings for each way in; the control is run once, for as many steps as the longest of them."""
+    """Return findings for each way in; the control is run once, for as many steps as the longest of them."""
     attaches = [N_ATTACHES, *(1 for _ in ways[1:])]
     runs = {way: run_attached(way, directory / way, n) for way, n in zip(ways, attaches, strict=True)}
     n_steps = max(len(run.steps) for run in runs.values())
@@ -98,7 +99,7 @@ def run_alone(n_steps: int, directory: Path) -> list[Step]:
 
 
 class _Job:
-    def __init__(self, process: subprocess.Popen[str], log: Path, stop: Path, errors: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, stop: Path, errors: Path) -> None:
         self.process = process
         self._log, self._stop, self._errors = log, stop, errors
 
@@ -107,7 +108,7 @@ class _Job:
         return [_step(json.loads(line)) for line in lines]
 
     def wait_for(self, n_steps: int) -> None:
-        """Until the job has taken so many steps in all."""
+        """Wait until the job has taken so many steps in all."""
         seen, since = 0, time.monotonic()
         while seen < n_steps:
             time.sleep(0.05)
@@ -118,7 +119,7 @@ class _Job:
                 raise MxprobeError(
                     f"the selftest's own training job stopped after {seen} steps",
                     cause=self._errors.read_text()[-500:] or "no output",
-                    remedy="run it by hand: python -m mxprobe.selftest.job LOG STOP",
+                    remedy="run it by hand: python -m mxprobe.selftest.training_job LOG STOP",
                 )
 
     def finish(self) -> list[Step]:
@@ -132,13 +133,8 @@ def _job(directory: Path, prefix: Sequence[str]) -> Generator[_Job]:
     directory.mkdir(parents=True, exist_ok=True)
     log, stop, errors = directory / "steps.jsonl", directory / "stop", directory / "output.txt"
     command = [sys.executable, *prefix, str(JOB), str(log), str(stop)]
-    with open(errors, "w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, text=True)
-    try:
+    with running(command, errors) as process:
         yield _Job(process, log, stop, errors)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _step(line: dict[str, Any]) -> Step:
@@ -153,8 +149,10 @@ def _mxprobe(*arguments: str) -> None:
 
 
 def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> Finding:
-    """Loss, parameters and random state of each step against the control's; a difference before the attach is none
-    of ours, and leaves the question open."""
+    """Compare loss, parameters and random state of each step with the control's.
+
+    A difference before the attach is none of ours, and leaves the question open.
+    """
     n = min(len(run.steps), len(alone))
     states = ([(step.loss, step.digest) for step in steps[:n]] for steps in (run.steps, alone))
     parted = next((i for i, (ours, theirs) in enumerate(zip(*states, strict=True)) if ours != theirs), n)
@@ -185,7 +183,7 @@ def _recorded(way: str, run: AttachedRun) -> Finding:
 
 
 def cost(run: AttachedRun) -> Finding:
-    """CPU time of the training thread against the steps of the same job right after the detach.
+    """Compare the CPU time of the training thread with that of the steps of the same job right after the detach.
 
     Another process, or another minute, would be a comparison of two moods of the machine. What is still measured
     between the request to leave and the leaving is the cost of the steps before it.

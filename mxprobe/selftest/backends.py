@@ -1,4 +1,4 @@
-"""Every backend of this machine against the float64 reference, on inputs that random data misses."""
+"""Checks every backend of this machine against the float64 reference, on inputs that random data misses."""
 
 import torch
 
@@ -12,7 +12,7 @@ TOLERANCE = 1e-6
 
 
 def check_backends() -> list[Finding]:
-    """One finding for each backend and device; what cannot be used here is said to be so."""
+    """Return one finding for each backend and device; what cannot be used here is said to be so."""
     found = [_check("torch", "torch", "cpu")]
     isas = cpu_backend.isas()
     found += [_check(f"C++ {isa}", "cpu", "cpu", isa=isa) for isa in isas]

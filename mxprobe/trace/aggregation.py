@@ -8,7 +8,6 @@ to the last bit: the same partial sums, added in the same order), `duckdb` state
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,10 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from mxprobe.errors import UsageError
-from mxprobe.schema import ENGINES
-
 from .arrow import columns_of
-from .chunks import source_chunks
-from .columns import codes
-from .sources import Source, sources
+from .chunks import with_rank
+from .column_arrays import codes
+from .sources import Source
 
 BIN = "step_bin"
 COUNT = "n_rows"
@@ -42,7 +38,7 @@ class Aggregation:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of the table that are read."""
+        """The columns of the table that are read."""
         keys = ("step" if name == BIN else name for name in self.by if name != "rank")
         return tuple(dict.fromkeys((*keys, *self.where, *self.sums)))
 
@@ -55,43 +51,21 @@ class Aggregation:
         return pa.schema([*keys, *((name, pa.float64()) for name in self.sums), (COUNT, pa.int64())])
 
 
-def aggregate(directory: Path, aggregation: Aggregation, engine: str = "arrow") -> pd.DataFrame:
-    """Columns `by` (names as categories), `sums` as float64, and `n_rows`, in the order of the keys.
-
-    Raises:
-        TraceError: a file is damaged.
-        UsageError: the engine is unknown or not installed.
-    """
-    if engine == "duckdb":
-        from .duckdb_engine import aggregate_in_duckdb
-
-        found = aggregate_in_duckdb(directory, aggregation)
-    elif engine == "ray":
-        from .ray_engine import partials_on_ray
-
-        found = combined(partials_on_ray(directory, aggregation), aggregation)
-    elif engine == "arrow":
-        found = combined((partial_of(each, aggregation) for each in sources(directory, aggregation.table)), aggregation)
-    else:
-        raise UsageError(f"no engine named {engine!r}", remedy=f"use one of: {', '.join(ENGINES)}")
-    return framed(found, aggregation)
-
-
 def framed(sums: Any, aggregation: Aggregation) -> pd.DataFrame:
-    """In the order of the keys."""
+    """Return a frame in the order of the keys, names as categories."""
     table = sums.sort_by([(name, "ascending") for name in aggregation.by]) if aggregation.by else sums
     names = [field.name for field in table.schema if pa.types.is_string(field.type)]
     return table.to_pandas().astype(dict.fromkeys(names, "category"))
 
 
 def partial_of(source: Source, aggregation: Aggregation) -> Any:
-    """Of one file, piece by piece."""
-    pieces = source_chunks(source, aggregation.table, set(aggregation.columns))
-    return combined((partial(piece, aggregation) for piece in pieces), aggregation)
+    """Return the sums over one file, added piece by piece."""
+    pieces = source.pieces(aggregation.table, aggregation.columns)
+    return combined((partial(with_rank(piece, source.rank), aggregation) for piece in pieces), aggregation)
 
 
 def partial(rows: Any, aggregation: Aggregation) -> Any:
-    """Of some rows of the table."""
+    """Return the sums over some rows of the table."""
     wanted = np.ones(rows.num_rows, dtype=np.bool_)
     for name, values in aggregation.where.items():
         wanted &= codes(rows, name, dict.fromkeys(values, 0)) >= 0
@@ -112,7 +86,7 @@ def partial(rows: Any, aggregation: Aggregation) -> Any:
 
 
 def combined(partials: Iterable[Any], aggregation: Aggregation) -> Any:
-    """Of several partial sums, added in their order."""
+    """Add several partial sums in their order."""
     found = [each for each in partials if each.num_rows]
     if not found:
         return aggregation.arrow_schema.empty_table()

@@ -30,7 +30,7 @@ _SPAN = frozenset(name for name, _ in SPAN)
 _LIST = re.compile(r"list<int64(?::(\d+))?>")
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError)
-"""What Arrow and Parquet raise on bytes that are not theirs."""
+"""Arrow and Parquet raise these on bytes that are not theirs."""
 
 
 ROWS_PER_PIECE = 65_536
@@ -38,7 +38,7 @@ ROWS_PER_PIECE = 65_536
 
 
 def damaged(path: Path, error: Exception) -> TraceError:
-    """The error for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return TraceError(
         f"cannot read {path}: {error}",
         cause="the file is damaged or was copied in part",
@@ -57,7 +57,7 @@ def check_readable(data: Any) -> None:
 
 
 def columns_of(table: str) -> dict[str, str]:
-    """Column name -> type name of a table. TraceError when the schema has no such table."""
+    """Return column name -> type name of a table. TraceError when the schema has no such table."""
     if table not in TABLES:
         raise TraceError(
             f"no table named {table!r} in a trace",
@@ -68,7 +68,7 @@ def columns_of(table: str) -> dict[str, str]:
 
 
 def arrow_type(name: str, *, dictionary: bool) -> Any:
-    """The Arrow type of a type name; `dict` becomes a dictionary of strings or, without, plain strings."""
+    """Return the Arrow type of a type name; `dict` becomes a dictionary of strings or, without, plain strings."""
     if name == "dict":
         return pa.dictionary(pa.int32(), pa.string()) if dictionary else pa.string()
     if name in _SCALARS:
@@ -81,23 +81,23 @@ def arrow_type(name: str, *, dictionary: bool) -> Any:
 
 @cache
 def live_schema(table: str) -> Any:
-    """Schema of `live/rank=R/<table>.arrows`."""
+    """Return the schema of `live/rank=R/<table>.arrows`."""
     return pa.schema([(name, arrow_type(kind, dictionary=False)) for name, kind in columns_of(table).items()])
 
 
 @cache
 def table_schema(table: str) -> Any:
-    """Schema of `<table>/rank=R/part-*.parquet` and of the frames."""
+    """Return the schema of `<table>/rank=R/part-*.parquet` and of the frames."""
     return pa.schema([(name, arrow_type(kind, dictionary=True)) for name, kind in columns_of(table).items()])
 
 
 def select(schema: Any, columns: Collection[str] | None) -> Any:
-    """The schema reduced to the named columns; the whole of it for None."""
+    """Return the schema reduced to the named columns; the whole of it for None."""
     return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
 
 
 def _span(field: Any, data: Any) -> Any:
-    """`n_steps` or `last_step`; of rows that were never added up 1 and their step."""
+    """Return the column `n_steps` or `last_step`; rows that were never added up have 1 and their own step."""
     own = data.column("step") if "step" in data.column_names else pa.nulls(data.num_rows, field.type)
     own = pa.array(np.ones(data.num_rows, dtype=np.int64)) if field.name == "n_steps" else own.cast(field.type)
     if field.name not in data.column_names:
@@ -111,7 +111,7 @@ def _span(field: Any, data: Any) -> Any:
 
 
 def conform(data: Any, table: str, columns: Collection[str] | None = None) -> Any:
-    """A `pa.Table` of any version cast to this version's columns: missing ones null, unknown ones dropped.
+    """Cast a `pa.Table` of any version to this version's columns: missing ones null, unknown ones dropped.
 
     With `columns`, only those, in the schema's order.
 
@@ -142,15 +142,20 @@ def conform(data: Any, table: str, columns: Collection[str] | None = None) -> An
     return with_facts(whole) if table == "events" else whole
 
 
-def pieces(table: str, batches: Iterable[Any], columns: Collection[str] | None = None) -> Iterator[Any]:
-    """Record batches, many of them of one row, as `conform`ed tables of some `ROWS_PER_PIECE` rows."""
+def gathered(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield lists of neighbouring record batches or tables, often of one row, with some `ROWS_PER_PIECE` rows each."""
     pending: list[Any] = []
-    n_pending = 0
-    for batch in batches:
-        pending.append(batch)
-        n_pending += batch.num_rows
-        if n_pending >= ROWS_PER_PIECE:
-            yield conform(pa.Table.from_batches(pending), table, columns)
-            pending, n_pending = [], 0
-    if pending:
-        yield conform(pa.Table.from_batches(pending), table, columns)
+    n_rows = 0
+    for item in items:
+        pending.append(item)
+        n_rows += item.num_rows
+        if n_rows >= ROWS_PER_PIECE:
+            yield pending
+            pending, n_rows = [], 0
+    if n_rows:
+        yield pending
+
+
+def pieces(table: str, batches: Iterable[Any], columns: Collection[str] | None = None) -> Iterator[Any]:
+    """Yield record batches as `conform`ed tables of some `ROWS_PER_PIECE` rows."""
+    return (conform(pa.Table.from_batches(each), table, columns) for each in gathered(batches))

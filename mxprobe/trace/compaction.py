@@ -1,7 +1,8 @@
 """Live Arrow streams -> Parquet parts, so that a crash at any moment neither loses nor doubles a row.
 
 A part holds one live file, whole. It is written under a dot-name, fsynced and renamed; the live file goes last.
-A reader that finds both reads the part. Parts that hold several come of `mxprobe.trace.retention`, the same way.
+A reader that finds both reads the part. `mxprobe.trace.retention` writes parts that hold several live files, the same
+way.
 """
 
 import os
@@ -12,44 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mxprobe.errors import TraceError
-
-from . import arrow, layout
-from .arrow import columns_of, pieces, table_schema
-from .live import LiveStream
-from .thinning import Windows
-
-MAX_PART_BYTES = 64 * 1024 * 1024
-"""Of parts that are put together."""
-
-
-def compact(directory: Path | str) -> None:
-    """Finish a trace whose writer died: live files become Parquet, `run.json` says so.
-
-    Raises:
-        TraceError: not a trace, or its writer is still alive.
-    """
-    from .reader import read_run  # these import this module
-    from .retention import Keeper, Retention
-
-    directory = Path(directory)
-    run, problems = read_run(directory)
-    lock = layout.lock_writer(directory)
-    if lock is None:
-        raise TraceError(
-            f"{directory} is still being written",
-            cause=f"process {run.get('writer_pid', 'unknown')} holds it",
-            remedy="detach first, or read it as it is: readers see every acknowledged row",
-        )
-    try:
-        compact_live(directory)
-        windows = Windows.from_json(run.get("thinned"))
-        if windows is not None:
-            Keeper(directory, Retention(), lambda _: None).apply(windows)
-        if run.get("closed_ns") is None and not problems:
-            layout.write_json(directory / layout.RUN_FILE, {**run, "compacted_after_death": True})
-    finally:
-        os.close(lock)
+from . import layout
+from .arrow import columns_of, gathered, pieces, table_schema
+from .live_stream import LiveStream
 
 
 def compact_live(directory: Path) -> None:
@@ -70,7 +36,7 @@ def compact_file(directory: Path, file: layout.LiveFile) -> None:
     Raises:
         OSError: the disk takes no more; the live file is as it was.
     """
-    if layout.is_held(file, layout.part_files(directory, file.table, file.rank)):
+    if layout.is_held(file, layout.part_files(directory, file.table)):
         file.path.unlink()
         return
     stream = LiveStream(file.path)
@@ -89,7 +55,6 @@ def write_part(final: Path, table: str, tables: Iterable[Any]) -> None:
         OSError: the disk takes no more; there is no part.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{final.name}.tmp")
     kinds = columns_of(table)
     # ParquetWriter's typing asks for a bool where it takes a list of columns.
     options: dict[str, Any] = {
@@ -97,22 +62,9 @@ def write_part(final: Path, table: str, tables: Iterable[Any]) -> None:
         "use_dictionary": [name for name, kind in kinds.items() if kind == "dict"],
         "use_byte_stream_split": [name for name, kind in kinds.items() if kind == "float64"],
     }
-    pending: list[Any] = []
-    n_pending = 0
-    with layout.removed_on_error(temporary):
-        with open(layout.fresh(temporary), "wb") as file:
-            with pq.ParquetWriter(file, table_schema(table), **options) as writer:
-                for piece in tables:
-                    pending.append(piece)
-                    n_pending += piece.num_rows
-                    if n_pending >= arrow.ROWS_PER_PIECE:
-                        writer.write_table(pa.concat_tables(pending).unify_dictionaries())
-                        pending, n_pending = [], 0
-                if n_pending:
-                    writer.write_table(pa.concat_tables(pending).unify_dictionaries())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
+    with layout.replacing(final) as file, pq.ParquetWriter(file, table_schema(table), **options) as writer:
+        for rows in gathered(tables):
+            writer.write_table(pa.concat_tables(rows).unify_dictionaries())
     _sync_directory(final.parent)
 
 

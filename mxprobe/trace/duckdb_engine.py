@@ -8,12 +8,13 @@ import pyarrow as pa
 from mxprobe.errors import UsageError
 
 from .aggregation import BIN, COUNT, Aggregation
-from .arrow import conform, damaged, pieces
+from .arrow import conform, damaged
+from .chunks import with_rank
 from .sources import Source, sources
 
 
 def aggregate_in_duckdb(directory: Path, aggregation: Aggregation) -> Any:
-    """As `mxprobe.trace.aggregation.aggregate`, unordered. UsageError if duckdb is not installed."""
+    """Sum as `mxprobe.trace.summing.aggregate` does; the rows are unordered. UsageError if duckdb is not installed."""
     try:
         import duckdb
     except ImportError:
@@ -93,9 +94,8 @@ def _columns(aggregation: Aggregation, present: set[str]) -> str:
 
 def _live_rows(source: Source, aggregation: Aggregation) -> Any:
     columns = aggregation.columns
-    found = list(pieces(aggregation.table, source.stream(), columns))
-    rows = pa.concat_tables(found) if found else conform(pa.table({}), aggregation.table, columns)
-    return rows.append_column("rank", pa.array([source.rank] * rows.num_rows, pa.int64()))
+    empty = conform(pa.table({}), aggregation.table, columns)
+    return with_rank(pa.concat_tables([empty, *source.pieces(aggregation.table, columns)]), source.rank)
 
 
 def _literal(text: str) -> str:

@@ -1,7 +1,6 @@
 """Open a trace, finished, live or torn, and hand out its tables as pandas frames."""
 
 import html
-import json
 from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,22 +11,24 @@ import pandas as pd
 import pyarrow as pa
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, TABLES
+from mxprobe.schema import TABLES
 
 from . import layout
-from .aggregation import Aggregation, aggregate
-from .arrow import UNREADABLE, check_readable, conform, damaged, select, table_schema
-from .chunks import chunks
-from .identity import apart, conflicting
-from .remote import fetch, url_of
-from .sources import Source, sources
+from .aggregation import Aggregation
+from .arrow import select, table_schema
+from .chunks import chunks, with_rank
+from .name_conflicts import apart, conflicting
+from .object_store import fetch, url_of
+from .run_file import read_run
+from .sources import sources
+from .summing import aggregate
 from .thinning import Windows
 
 
 def open_trace(path: Path | str, *, engine: str = "arrow") -> "Trace":
     """Open the trace directory at `path`, or at a URL that fsspec knows (`s3://...`). Tables are read on first use.
 
-    `engine` is what large tables are summed with: see `mxprobe.trace.aggregation.ENGINES`.
+    `engine` is what large tables are summed with: see `mxprobe.schema.ENGINES`.
 
     Raises:
         TraceError: no such directory, not a trace, one that only a newer mxprobe can read, or a store out of reach.
@@ -47,17 +48,18 @@ class Trace:
     """
 
     axis = "step"
-    """What the column `step` counts: optimizer steps, unless it is another view of a trace."""
+    """The column `step` counts optimizer steps, unless this is another view of a trace."""
 
     engine = "arrow"
-    """What `sums` runs on."""
+    """`sums` runs on it."""
     url: str | None = None
-    """Where the directory was copied from."""
+    """The directory was copied from there."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.run, self._problems = read_run(directory)
-        self._is_live = layout.has_live_writer(directory)
+        self.is_live = layout.has_live_writer(directory)
+        """True if a process was writing the trace when it was opened."""
         self._frames: dict[str, pd.DataFrame] = {}
         self._cuts: dict[str, str] = {}
 
@@ -98,7 +100,7 @@ class Trace:
         return self.table("signals")
 
     def events(self) -> pd.DataFrame:
-        """What happened: attached, detached, errors, first non-finite values."""
+        """Events: attached, detached, errors, first non-finite values."""
         return self.table("events")
 
     def modules(self) -> pd.DataFrame:
@@ -111,7 +113,7 @@ class Trace:
         return self.table("overhead")
 
     def table(self, name: str, columns: Collection[str] | None = None) -> pd.DataFrame:
-        """The rows of a table by its name; an empty frame with all columns when there are none.
+        """Return the rows of a table by its name; an empty frame with all columns when there are none.
 
         With `columns` only those and `rank` are read: histograms are most of a large `tensors` table.
         """
@@ -126,24 +128,19 @@ class Trace:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the writer closed it: all there is, in Parquet."""
+        """True once the writer has closed the trace, which then is all in Parquet."""
         return self.run.get("closed_ns") is not None
 
     @property
     def place(self) -> Path:
-        """The path beside which what is made of it goes; in the working directory where the trace has a URL."""
+        """The path beside which reports and exports go; in the working directory where the trace has a URL."""
         return self.directory.resolve() if self.url is None else Path.cwd() / self.directory.name
 
     @property
-    def is_live(self) -> bool:
-        """Whether a process was writing it when it was opened."""
-        return self._is_live
-
-    @property
     def problems(self) -> list[str]:
-        """What a reader must know before trusting the numbers, in sentences. Reads the live files."""
+        """Say in sentences what a reader must know before trusting the numbers. Reads the live files."""
         found = list(self._problems)
-        if self._is_live:
+        if self.is_live:
             found.append(f"The trace is still being written, by process {self.run.get('writer_pid', 'unknown')}.")
         elif self.run.get("copied_while_written"):
             found.append("The trace was still being written when this was copied; rows that were live are missing.")
@@ -186,7 +183,7 @@ class Trace:
         return found
 
     def chunks(self, name: str, columns: Collection[str]) -> Iterator[Any]:
-        """The rows of a table as `pa.Table`s of some 65,000, with `columns` and `rank`: for tables beyond memory.
+        """Yield the rows of a table as `pa.Table`s of some 65,000, with `columns` and `rank`: for tables beyond memory.
 
         Raises:
             TraceError: a file is damaged.
@@ -195,7 +192,7 @@ class Trace:
 
     @cached_property
     def _conflicts(self) -> frozenset[str]:
-        """Names that ranks give to modules that are not one."""
+        """Module names that ranks give to different modules."""
         try:
             seen = [piece.to_pandas() for piece in chunks(self.directory, "modules", ("module", "class_name", "shape"))]
         except TraceError:
@@ -203,7 +200,7 @@ class Trace:
         return conflicting(pd.concat(seen, ignore_index=True)) if seen else frozenset()
 
     def sums(self, aggregation: Aggregation) -> pd.DataFrame:
-        """Sums over a table by keys, in the order of the keys, with `n_rows`; names as categories.
+        """Sum over a table by keys; rows are in the order of the keys, with `n_rows`, names as categories.
 
         Raises:
             TraceError: a file is damaged.
@@ -223,30 +220,20 @@ class Trace:
         return f"the last row is of {last:%Y-%m-%d %H:%M:%S} UTC"
 
     def arrow(self, name: str, columns: Collection[str] | None = None) -> Any:
-        """The same rows as a `pa.Table`, read anew: for those who need whole columns and no frame."""
-        pieces: list[tuple[int, Any]] = []
+        """Read a table as a `pa.Table`, for those who need whole columns and no frame."""
+        tables: list[Any] = []
         for source in sources(self.directory, name):
-            if not source.is_live:
-                pieces.append((source.rank, _read_part(source, name, columns)))
-                continue
-            stream = source.stream()
-            batches = list(stream)
-            if stream.is_cut and not self._is_live:
+            tables += [with_rank(piece, source.rank) for piece in source.pieces(name, columns)]
+            if source.cut_after is not None and not self.is_live:
                 self._cuts[source.path.name + str(source.rank)] = (
-                    f"The live file of {name}, rank {source.rank}, is cut after {stream.n_batches} batches; the rest "
+                    f"The live file of {name}, rank {source.rank}, is cut after {source.cut_after} batches; the rest "
                     "of it cannot be read."
                 )
-            if batches:
-                pieces.append((source.rank, conform(pa.Table.from_batches(batches), name, columns)))
-        empty = select(table_schema(name), columns).empty_table()
-        tables = [
-            piece.append_column("rank", pa.array([rank] * piece.num_rows, pa.int32()))
-            for rank, piece in pieces or [(0, empty)]
-        ]
+        tables = tables or [with_rank(select(table_schema(name), columns).empty_table(), 0)]
         return apart(pa.concat_tables(tables).unify_dictionaries(), self._conflicts)
 
     def __repr__(self) -> str:
-        state = "being written" if self._is_live else "complete" if self.is_complete else "not closed"
+        state = "being written" if self.is_live else "complete" if self.is_complete else "not closed"
         return f"Trace({str(self.directory)!r}, {state})"
 
     def _repr_html_(self) -> str:
@@ -258,66 +245,3 @@ class Trace:
             f"<p><b>mxprobe trace</b> {html.escape(str(self.directory))}</p>"
             f"<table><tr><th>table</th><th>rows</th></tr>{rows}</table>" + (f"<ul>{problems}</ul>" if problems else "")
         )
-
-
-def read_run(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """`run.json` of a trace and what is wrong with it.
-
-    Raises:
-        TraceError: no directory, not a trace, or a schema newer than this version reads.
-    """
-    if not directory.is_dir():
-        raise TraceError(
-            f"no trace at {directory}: " + ("it is a file" if directory.exists() else "there is no such directory"),
-            cause="a typing error, or the attach never started",
-            remedy="give the directory that `mxprobe attach -o` wrote, e.g. RUN.mxprobe",
-        )
-    if not layout.looks_like_trace(directory):
-        raise TraceError(
-            f"{directory} is not a trace: it has neither {layout.RUN_FILE} nor tables",
-            cause="another directory was meant",
-            remedy="give the directory that `mxprobe attach -o` wrote, e.g. RUN.mxprobe",
-        )
-    try:
-        run: Any = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
-        if not isinstance(run, dict):
-            raise ValueError("not an object")
-    except FileNotFoundError:
-        return {}, [f"{layout.RUN_FILE} is missing: how the run was started and sampled is not known."]
-    except OSError as error:
-        return {}, [
-            f"{layout.RUN_FILE} cannot be read ({error.strerror}): how the run was started and sampled is not known."
-        ]
-    except (ValueError, RecursionError):
-        if not layout.live_files(directory) and not any(layout.part_files(directory, table) for table in TABLES):
-            raise TraceError(
-                f"{directory / layout.RUN_FILE} is half written and there are no tables beside it",
-                cause="the copy was interrupted, or something else wrote there",
-                remedy="copy the trace again, or make a new one",
-            ) from None
-        return {}, [f"{layout.RUN_FILE} is half written: how the run was started and sampled is not known."]
-    return run, _schema_problems(directory, run)
-
-
-def _schema_problems(directory: Path, run: dict[str, Any]) -> list[str]:
-    version, minor = run.get("schema_version"), run.get("schema_minor", 0)
-    if not isinstance(version, int):
-        return ["run.json does not say which schema version the trace has."]
-    if version > SCHEMA_VERSION:
-        raise TraceError(
-            f"{directory} has schema version {version}; this mxprobe reads up to {SCHEMA_VERSION}",
-            cause=f"it was written by a newer mxprobe ({run.get('mxprobe', 'version unknown')})",
-            remedy="upgrade mxprobe: pip install -U mxprobe",
-        )
-    if version == SCHEMA_VERSION and isinstance(minor, int) and minor > SCHEMA_MINOR:
-        return [f"The trace has the newer schema {version}.{minor}; columns unknown here are left out."]
-    return []
-
-
-def _read_part(source: Source, table: str, columns: Collection[str] | None) -> Any:
-    try:
-        data = source.parquet().read(columns=None if columns is None else list(columns))
-        check_readable(data)
-    except UNREADABLE as error:
-        raise damaged(source.path, error) from None
-    return conform(data, table, columns)

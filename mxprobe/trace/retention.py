@@ -21,13 +21,14 @@ from mxprobe.errors import TraceError
 from mxprobe.schema import THINNED
 
 from . import layout
-from .chunks import group_steps
-from .compaction import MAX_PART_BYTES, write_part
-from .sources import Source
+from .compaction import write_part
+from .sources import Source, group_steps
 from .thinning import Windows, thinned
 
+MAX_PART_BYTES = 64 * 1024 * 1024
+"""Parts are put together up to this size."""
 MAX_WINDOWS = 64
-"""As many as the verdict tells apart."""
+"""The verdict tells as many apart."""
 MIN_FULL_STEPS = 4
 """Newest probed steps that a full trace still has at full resolution; fewer only where these alone are too much."""
 _BEGIN, _END = 0.75, 0.6
@@ -37,7 +38,7 @@ LIVE_SHARE = 0.1
 _TIME_EVERY_S = 1.0
 
 FAILURES = (OSError, TraceError, pa.ArrowException)
-"""What rewriting parts may raise; every row is then where it was."""
+"""Rewriting parts may raise these; every row is then where it was."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +48,28 @@ class Retention:
     keep_steps: int | None = None
     """Steps at full resolution, counted back from the newest."""
     keep_s: float | None = None
-    """The same in seconds."""
+    """Seconds at full resolution, counted back from the newest step."""
     max_bytes: int | None = None
     """Disk that the trace may take. It outweighs the others."""
 
-    @property
-    def limits_anything(self) -> bool:
-        return any(limit is not None for limit in (self.keep_steps, self.keep_s, self.max_bytes))
 
-
-class _Old(NamedTuple):
-    part: layout.Part
+class _OldPart(NamedTuple):
+    part: layout.PartFile
     first: int
     """The first step of its first window, and of its last one."""
     last: int
     n_bytes: int
     is_changed: bool
 
-    def precedes(self, other: "_Old") -> bool:
-        """Whether the other part comes next."""
+    def precedes(self, other: "_OldPart") -> bool:
+        """Return whether the other part comes next."""
         return self.part.rank == other.part.rank and self.part.last + 1 == other.part.first
 
 
-class Keeper:
-    """Keeps the parts of a trace within a retention. `saw` from any one thread, the rest from one that compacts.
+class RetentionEnforcer:
+    """Adds up old steps so that a trace stays within its retention.
+
+    Any one thread may call `observe`; only the one that compacts calls the others.
 
     Args:
         directory: of the trace; the caller holds the writer's lock.
@@ -91,10 +90,10 @@ class Keeper:
         """(seconds, newest step then), as far back as `keep_s` asks."""
         self._made_under: dict[Path, Windows] = {}
         self.excess_bytes = 0
-        """By which the trace is larger than it may be, with nothing left to add up."""
+        """The trace is larger than it may be by so much, with nothing left to add up."""
 
-    def saw(self, table: str, steps: Sequence[Any], now_s: float) -> None:
-        """Rows of these steps were written."""
+    def observe(self, table: str, steps: Sequence[Any], now_s: float) -> None:
+        """Note that rows of these steps were written."""
         if not steps or table not in THINNED:
             return
         known = {step for step in steps if isinstance(step, int)}
@@ -154,7 +153,7 @@ class Keeper:
             return [*self._windows.starts.tolist(), *sorted(self._steps)]
 
     def _kept_from(self, now_s: float) -> int:
-        """The first step that `keep` protects."""
+        """Return the first step that `keep` protects."""
         with self._lock:
             newest, seen = self._newest, list(self._seen)
         limits: list[int] = []
@@ -185,9 +184,9 @@ class Keeper:
         self._made_under |= known
         self._made_under = {path: made for path, made in self._made_under.items() if path.exists()}
 
-    def _runs(self, table: str) -> list[list[layout.Part]]:
-        """Neighbouring parts to put together: those that the windows change, or that have a window in common."""
-        runs: list[list[_Old]] = []
+    def _runs(self, table: str) -> list[list[layout.PartFile]]:
+        """List neighbouring parts to put together: those that the windows change, or that have a window in common."""
+        runs: list[list[_OldPart]] = []
         for old in self._old_parts(table):
             before = runs[-1][-1] if runs else None
             if (
@@ -201,8 +200,8 @@ class Keeper:
                 runs.append([old])
         return [[old.part for old in run] for run in runs if len(run) > 1 or run[0].is_changed]
 
-    def _old_parts(self, table: str) -> Iterator["_Old"]:
-        """Parts with steps that are added up; what cannot be read is left alone."""
+    def _old_parts(self, table: str) -> Iterator["_OldPart"]:
+        """Yield the parts with steps that are added up; what cannot be read is left alone."""
         for part in layout.part_files(self._directory, table):
             with contextlib.suppress(*FAILURES):
                 file = Source(part.path, part.rank, is_live=False, hold=False).parquet()
@@ -213,7 +212,7 @@ class Keeper:
                 made = self._made_under.get(part.path)
                 is_changed = made is None or not made.agrees(self._windows, first, last)
                 windows = self._windows.first_of(np.array([first, last]))
-                yield _Old(part, int(windows[0]), int(windows[1]), part.path.stat().st_size, is_changed)
+                yield _OldPart(part, int(windows[0]), int(windows[1]), part.path.stat().st_size, is_changed)
 
     @property
     def _max_part_bytes(self) -> int:
@@ -232,8 +231,8 @@ class Keeper:
         return total
 
 
-def put_together(directory: Path, table: str, parts: Sequence[layout.Part], windows: Windows) -> Path:
-    """One part in the place of neighbouring ones, old steps added up; its path.
+def put_together(directory: Path, table: str, parts: Sequence[layout.PartFile], windows: Windows) -> Path:
+    """Write one part in the place of neighbouring ones, old steps added up; return its path.
 
     The new part takes its name, which says what it holds, before the others go: readers prefer it.
 
@@ -242,7 +241,7 @@ def put_together(directory: Path, table: str, parts: Sequence[layout.Part], wind
     """
     final = layout.part_path(directory, table, parts[0].rank, parts[0].first, parts[-1].last)
     held = [Source(part.path, part.rank, is_live=False, hold=True) for part in parts]
-    write_part(final, table, thinned(table, (rows for source in held for rows in source.rows(table)), windows))
+    write_part(final, table, thinned(table, (rows for source in held for rows in source.pieces(table)), windows))
     for part in parts:
         if part.path != final:
             part.path.unlink(missing_ok=True)
@@ -250,6 +249,6 @@ def put_together(directory: Path, table: str, parts: Sequence[layout.Part], wind
 
 
 def _halved(cells: list[int]) -> list[int]:
-    """Pairs of neighbours in the older half become one; at least one pair does."""
+    """Join pairs of neighbours in the older half; at least one pair."""
     n_pairs = max(len(cells) // 4, 1)
     return [*cells[: 2 * n_pairs : 2], *cells[2 * n_pairs :]]

@@ -1,4 +1,4 @@
-"""Old steps of a table added up, so that a long trace stays small and its totals stay the same.
+"""Adds up old steps of a table, so that a long trace stays small and its totals stay the same.
 
     row of a window = sum over its steps of the rows of the same operand        sums, counts, histograms
                       largest: `amax`, times, counters since attach; least: `sampled_frac`, `micro_step`, `from_step`
@@ -34,14 +34,14 @@ class Windows:
     until: int
 
     def first_of(self, steps: Steps) -> Steps:
-        """The step that stands for each step: its window's first, or itself."""
+        """Return the step that stands for each step: its window's first, or itself."""
         if not self.starts.size:
             return steps
         index = np.searchsorted(self.starts, steps, side="right") - 1
         return np.where((index >= 0) & (steps < self.until), self.starts[index], steps)
 
     def agrees(self, other: "Windows", first: int, last: int) -> bool:
-        """Whether both do the same to the steps from `first` to `last`, of which `first` stands for itself in one."""
+        """Return whether both do the same to the steps from `first` to `last`; `first` must stand for itself in one."""
         if first >= max(self.until, other.until):
             return True
         mine, theirs = (each.starts[(each.starts >= first) & (each.starts <= last)] for each in (self, other))
@@ -53,7 +53,7 @@ class Windows:
 
     @classmethod
     def from_json(cls, data: Any) -> "Windows | None":
-        """None where it is not what `to_json` gives."""
+        """Read what `to_json` gives; None for anything else."""
         if not isinstance(data, dict) or not isinstance(data.get("until"), int):
             return None
         starts = data.get("starts")
@@ -63,7 +63,7 @@ class Windows:
 
 
 def thinned(table: str, pieces: Iterable[Any], windows: Windows) -> Iterator[Any]:
-    """The rows of `pieces` (`pa.Table`s as `conform` gives, of one rank) with old steps added up, piece by piece.
+    """Yield the rows of `pieces` (`pa.Table`s as `conform` gives, of one rank) with old steps added up.
 
     Rows of a window that lie far apart may stay several: the sums over them are the same.
     """
@@ -80,7 +80,7 @@ def thinned(table: str, pieces: Iterable[Any], windows: Windows) -> Iterator[Any
 
 
 def add_up(table: str, rows: Any, windows: Windows) -> Any:
-    """A `pa.Table` with one row per window and name for the steps before `windows.until`, the others as they were."""
+    """Return one row per window and name for the steps before `windows.until`, and the other rows as they were."""
     rows = rows.unify_dictionaries().combine_chunks()
     step = rows.column("step").fill_null(_NONE).to_numpy()
     first = windows.first_of(step)
@@ -132,7 +132,7 @@ def _infinite(rows: Any, kinds: dict[str, str]) -> npt.NDArray[np.bool_]:
 
 
 def _reduced(name: str, column: Any, order: Steps, bounds: Steps) -> Any:
-    """Sum, maximum or minimum of each group; null where all of a group are missing."""
+    """Return sum, maximum or minimum of each group; null where all of a group are missing."""
     reduce, nothing = np.add.reduceat, 0
     is_float = pa.types.is_floating(column.type)
     if name in _LARGEST:

@@ -17,10 +17,10 @@ from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION
 
 from . import layout
 from .arrow import columns_of, live_schema
-from .background import Compactor
 from .compaction import compact_live
-from .remote import Mirror
-from .retention import FAILURES, LIVE_SHARE, Keeper, Retention
+from .compactor import Compactor
+from .object_store import Mirror
+from .retention import FAILURES, LIVE_SHARE, Retention, RetentionEnforcer
 
 ROTATE_BYTES = 64 * 1024 * 1024
 """A live file of this size becomes a Parquet part, some five times smaller, and the next one is begun."""
@@ -76,9 +76,12 @@ class TraceWriter:
         self._mutex = threading.Condition()
         self._rotate_bytes = rotate_bytes
         self._retention = retention or Retention()
-        limits = self._retention.limits_anything
-        self._keeper = Keeper(self.directory, self._retention, self._say_thinned) if limits else None
-        self._compactor = Compactor(self.directory, self._keeper, self._compacted)
+        self._enforcer = None
+        if self._retention != Retention():
+            self._enforcer = RetentionEnforcer(
+                self.directory, self._retention, lambda windows: self.update_run(thinned=windows)
+            )
+        self._compactor = Compactor(self.directory, self._enforcer, self._compacted)
         limit = self._retention.max_bytes
         self._max_live_bytes = None if limit is None else int(LIVE_SHARE * limit)
         self._max_backlog_bytes = _MAX_BACKLOG * rotate_bytes if limit is None else int(LIVE_SHARE * limit)
@@ -118,8 +121,8 @@ class TraceWriter:
             if os.fstat(descriptor).st_nlink == 0:  # a write into a file that was removed succeeds, and is lost
                 raise self._vanished()
             size = self._live_bytes[table, rank] = os.lseek(descriptor, 0, os.SEEK_CUR)
-            if self._keeper is not None:
-                self._keeper.saw(table, columns.get("step", ()), time.monotonic())
+            if self._enforcer is not None:
+                self._enforcer.observe(table, columns.get("step", ()), time.monotonic())
             if size >= self._rotate_bytes:
                 self._rotate(table, rank)
             elif self._max_live_bytes is not None and sum(self._live_bytes.values()) > self._max_live_bytes:
@@ -222,21 +225,18 @@ class TraceWriter:
         if self._mirror is not None:
             self._mirror.poke()
 
-    def _say_thinned(self, windows: dict[str, Any]) -> None:
-        self.update_run(thinned=windows)
-
     def _keep_at_last(self) -> None:
-        """After the last part, and with what all the parts together are too large by."""
-        if self._keeper is None:
+        """Enforce the retention after the last part, and note by how much the parts are too large."""
+        if self._enforcer is None:
             return
         try:
-            self._keeper.enforce(time.monotonic())
+            self._enforcer.enforce(time.monotonic())
         except FAILURES:
             pass
         except Exception as error:  # every row is where it was, and the trace is complete
             self._run["compaction_error"] = repr(error)
-        if self._keeper.excess_bytes:
-            self._run["excess_bytes"] = self._keeper.excess_bytes
+        if self._enforcer.excess_bytes:
+            self._run["excess_bytes"] = self._enforcer.excess_bytes
 
     def _open(self, table: str, rank: int) -> int:
         path = layout.live_path(self.directory, table, rank, self._numbers.get((table, rank), 0))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mxprobe.attribution import CorrectionScore, Recommendation
 from mxprobe.schema import Verdict
-from mxprobe_kernels.formats import Correction, CorrectionKind
+from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .markup import Html, basis, card, join, link, percent, scope, tag
 from .verdict import gain_text, short
@@ -16,6 +16,7 @@ _WORDS: dict[CorrectionKind, str] = {
     CorrectionKind.OUTLIER_FALLBACK: "outlier fallback, α = {}",
     CorrectionKind.HADAMARD: "Hadamard rotation of {}",
     CorrectionKind.CHANNEL_RESIDUAL: "second pass on {:g} % of the channels",
+    CorrectionKind.STOCHASTIC: "stochastic rounding",
     CorrectionKind.NVFP4: "NVFP4 blocks of 16",
     CorrectionKind.NVFP4_4OVER6: "NVFP4 with Four-over-Six",
     CorrectionKind.MXFP4_4OVER6: "the better of two scales for each block",

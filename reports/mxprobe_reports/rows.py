@@ -11,11 +11,11 @@ import pyarrow as pa
 from mxprobe.trace import Trace
 from mxprobe.trace.arrow import conform
 from mxprobe.trace.chunks import chunks
-from mxprobe.trace.columns import Array as Array
-from mxprobe.trace.columns import Indices as Indices
-from mxprobe.trace.columns import codes as codes
-from mxprobe.trace.columns import names_of as names_of
-from mxprobe.trace.columns import numbers as numbers
+from mxprobe.trace.column_arrays import Array as Array
+from mxprobe.trace.column_arrays import Indices as Indices
+from mxprobe.trace.column_arrays import codes as codes
+from mxprobe.trace.column_arrays import names_of as names_of
+from mxprobe.trace.column_arrays import numbers as numbers
 
 
 class Rows:

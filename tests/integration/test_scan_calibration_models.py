@@ -19,9 +19,9 @@ import mxprobe
 from mxprobe.attribution import recommend
 from mxprobe.attribution.sensitivity import operand_sensitivity
 from mxprobe.cli import main
-from mxprobe.errors import TraceError, UsageError
-from mxprobe.scan import ScanSettings, scan
-from mxprobe.scan.scanner import Progress
+from mxprobe.errors import MxprobeError, TraceError, UsageError
+from mxprobe.scan.scanner import Progress, scan
+from mxprobe.scan.settings import ScanSettings
 from mxprobe.scan.summary import summarise
 from mxprobe.trace import open_trace
 from mxprobe_reports import write_report
@@ -195,6 +195,19 @@ def test_a_stopped_calibration_goes_on_with_the_next_batch(qwen: Path, prompts: 
         assert first.reset_index(drop=True).astype(str).equals(second.reset_index(drop=True).astype(str))
     with pytest.raises(TraceError, match="already holds a trace"):
         scan(qwen, tmp_path / "t", settings)
+
+
+def test_a_measurement_that_fails_is_no_fault_of_the_model(
+    qwen: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr("mxprobe.scan.activations.snapshot_of", fail)
+    with pytest.raises(MxprobeError, match="measuring the activations failed") as failed:
+        scan(qwen, tmp_path / "t", ScanSettings(whatifs=(), calibration=str(prompts)))
+    assert failed.value.cause.startswith("forward hook of model.layers.0.")
+    assert failed.value.cause.endswith("ValueError: broken")
 
 
 def test_minilm_activations(tmp_path: Path) -> None:

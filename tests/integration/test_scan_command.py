@@ -122,9 +122,10 @@ def test_memory_is_bounded_by_a_slab_not_by_the_checkpoint(tmp_path: Path) -> No
         path = tmp_path / f"{n_rows}.safetensors"
         save_file({"q.weight": torch.full((n_rows, 4096), 0.01, dtype=torch.bfloat16)}, path)
         code = (
-            "import re, sys; from pathlib import Path; from mxprobe.scan import measure, scan, ScanSettings\n"
+            "import re, sys; from pathlib import Path; from mxprobe.scan import weight_error\n"
+            "from mxprobe.scan.scanner import scan; from mxprobe.scan.settings import ScanSettings\n"
             # The arithmetic is not the point here, and slow.
-            "real = measure.decompose; measure.decompose = lambda x, **k: real(x[:32, :64], **k)\n"
+            "real = weight_error.decompose; weight_error.decompose = lambda x, **k: real(x[:32, :64], **k)\n"
             "scan(Path(sys.argv[1]), Path(sys.argv[2]), ScanSettings())\n"
             # ru_maxrss would start at that of the parent, which held the tensor.
             "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"

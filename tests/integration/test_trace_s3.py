@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from mxprobe.errors import TraceError, UsageError
-from mxprobe.trace import Retention, TraceWriter, open_trace, remote
+from mxprobe.trace import Retention, TraceWriter, object_store, open_trace
 from tests import trace_files
 
 pytest.importorskip("s3fs")
@@ -60,7 +60,7 @@ def port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "_WAIT_S", 0.1)
+    monkeypatch.setattr(object_store, "_WAIT_S", 0.1)
     return number
 
 
@@ -85,8 +85,8 @@ def test_a_trace_goes_there_while_it_is_written_and_is_read_from_there(port: int
     tables = trace_files.frames(n_layers=1, n_steps=60)
     with s3_server(port):
         make_bucket("traces")
-        remote.check_reachable(url)
-        mirror = remote.Mirror(local, url)
+        object_store.check_reachable(url)
+        mirror = object_store.Mirror(local, url)
         kept = Retention(max_bytes=1_500_000)
         with TraceWriter(local, {}, rotate_bytes=20_000, retention=kept, mirror=mirror) as writer:
             trace_files.append(writer, {"modules": tables.pop("modules")})
@@ -95,14 +95,14 @@ def test_a_trace_goes_there_while_it_is_written_and_is_read_from_there(port: int
                 trace_files.append(writer, part)
             writer.settle()
             deadline = time.monotonic() + 120
-            while not remote._filesystem(url)[0].exists(f"{url}/run.json"):  # pyright: ignore[reportPrivateUsage]
+            while not object_store._store(url).exists("run.json"):  # pyright: ignore[reportPrivateUsage]
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             assert any("still being written" in problem for problem in open_trace(url).problems)
         assert open_trace(url).is_complete
         assert_same(url, local)
         with pytest.raises(UsageError, match="already holds a trace"):
-            remote.check_reachable(url)
+            object_store.check_reachable(url)
         written = mxprobe("report", url, "--json", cwd=tmp_path)
         assert written.returncode == 0, written.stderr
         assert (tmp_path / "run.html").exists()
@@ -116,10 +116,10 @@ def test_only_what_changed_travels_again(port: int, tmp_path: Path, monkeypatch:
     directory = trace_files.write_trace(tmp_path / "run.mxprobe", trace_files.frames(n_layers=1, n_steps=20))
     with s3_server(port):
         make_bucket("traces")
-        remote.upload(directory, "s3://traces/run.mxprobe")
-        local = remote.fetch("s3://traces/run.mxprobe")
+        object_store.upload(directory, "s3://traces/run.mxprobe")
+        local = object_store.fetch("s3://traces/run.mxprobe")
         before = {path: path.stat().st_mtime_ns for path in local.rglob("*.parquet")}
-        assert remote.fetch("s3://traces/run.mxprobe") == local
+        assert object_store.fetch("s3://traces/run.mxprobe") == local
         assert {path: path.stat().st_mtime_ns for path in local.rglob("*.parquet")} == before
         assert before
 
@@ -129,7 +129,7 @@ def test_a_store_that_is_lost_costs_only_the_copy(port: int, tmp_path: Path) -> 
     url, local = "s3://traces/run.mxprobe", tmp_path / "run.mxprobe"
     with s3_server(port):
         make_bucket("traces")
-        writer = TraceWriter(local, {}, rotate_bytes=2_000, mirror=remote.Mirror(local, url))
+        writer = TraceWriter(local, {}, rotate_bytes=2_000, mirror=object_store.Mirror(local, url))
         writer.append("events", {"step": [1], "kind": ["x"], "detail": ["y" * 3_000]})
         writer.settle()
     for step in range(2, 20):
@@ -151,14 +151,14 @@ def test_what_is_wrong_is_said_before_anything_is_attached(
 ) -> None:
     with s3_server(port):
         with pytest.raises(TraceError, match="bucket") as missing:
-            remote.check_reachable("s3://no-such-bucket/run.mxprobe")
+            object_store.check_reachable("s3://no-such-bucket/run.mxprobe")
         assert "does not exist" in missing.value.cause
         with monkeypatch.context() as without:
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
                 without.delenv(name)
             without.setenv("HOME", str(tmp_path))
             with pytest.raises(TraceError) as nobody:
-                remote.check_reachable("s3://no-such-bucket/run.mxprobe")
+                object_store.check_reachable("s3://no-such-bucket/run.mxprobe")
         assert "credentials" in nobody.value.cause
     attach = mxprobe("attach", str(os.getpid()), "-o", "s3://traces/run.mxprobe", cwd=tmp_path)
     assert attach.returncode == 3

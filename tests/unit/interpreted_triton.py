@@ -203,7 +203,7 @@ def test_policy_from_logits(width: int):
     tokens = torch.randint(0, width, (7,), generator=g)
     tokens[1], tokens[2] = 0, 1
     for temperature in (1.0, 0.6):
-        measured = triton_policy.token_statistics(logits, tokens, temperature)
+        measured = policy.TokenStatistics(*triton_policy.token_statistics(logits, tokens, temperature))
         expected = policy.token_statistics(logits.double(), tokens, temperature)
         assert torch.allclose(measured.log_prob, expected.log_prob, rtol=1e-5, atol=1e-5)
         assert torch.allclose(measured.entropy, expected.entropy, rtol=1e-5, atol=1e-5)

@@ -24,7 +24,8 @@ from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels import cpu_backend, cpu_quantizer
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, E2M1_GRID
+from mxprobe_kernels.formats import E2M1_GRID
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 from tests.live_bytes import LiveBytes
 
 K = 256

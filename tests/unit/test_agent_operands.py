@@ -12,7 +12,8 @@ from mxprobe.measuring.operands.operand import (
     measure_operand,
 )
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Role
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
 
 def operand(m: int = 64, c: int = 96, n: int = 40, *, seed: int = 0, scale: float = 1.0) -> Operand:

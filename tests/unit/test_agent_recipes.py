@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from mxprobe.attribution.measured import correction_of
-from mxprobe.measuring.recipes import CORRECTED, NONE, OTHER_FORMATS, RULES, Call, candidates, infer_recipe, quantize
-from mxprobe_kernels.formats import DEFAULT_WHATIFS
+from mxprobe.measuring.recipes import CORRECTED, OTHER_FORMATS, RULES, Call, candidates, infer_recipe, quantize
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS, NONE
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import mxprobe
 from mxprobe.emulation import Operand, Recipe
-from mxprobe.emulation.attention import emulated_attention, emulated_product
-from mxprobe.emulation.linear import Plan
+from mxprobe.emulation.attention import emulated_attention
+from mxprobe.emulation.linear import Plan, emulated_linear
 from mxprobe.emulation.recipe import ROLES
 from mxprobe_kernels.reference import decompose
-from mxprobe_kernels.reference_formats import quantize
+from tests.reference_formats import quantize
 
 # B batch, H heads, T queries, S keys, D head dimension; nothing a multiple of 32.
 B, H, T, S, D = 2, 2, 37, 41, 24
@@ -41,7 +41,7 @@ def by_hand(x: Array, operand: Operand, axis: int) -> Array:
 def test_a_product_and_its_gradients_match_a_float64_hand_computation(line: str) -> None:
     r = Recipe.parse(line)
     a, b, g = draw(B, H, T, D, seed=0), draw(B, H, S, D, seed=1), draw(B, H, T, S, seed=2)
-    y = emulated_product(a.requires_grad_(), b.requires_grad_(), Plan.of(r))
+    y = emulated_linear(a.requires_grad_(), b.requires_grad_(), None, Plan.of(r))
     da, db = torch.autograd.grad(y, (a, b), g)
     A, M, G = (t.detach().numpy() for t in (a, b, g))
     w_axis, x_axis = (-1 if operand.as_forward else -2 for operand in (r.w_dgrad, r.x_wgrad))
@@ -171,9 +171,9 @@ def test_recomputed_attention_is_the_same_also_when_rounded_stochastically() -> 
 def test_square_blocks_stay_within_a_head() -> None:
     plan = Plan.of(Recipe.parse("fwd=mxfp4/rceil+2d"))
     a, b = draw(1, 3, T, D, seed=0), draw(1, 3, S, D, seed=1)
-    together = emulated_product(a, b, plan)
+    together = emulated_linear(a, b, None, plan)
     for head in range(3):
-        assert torch.equal(together[:, head], emulated_product(a[0, head], b[0, head], plan)[None])
+        assert torch.equal(together[:, head], emulated_linear(a[0, head], b[0, head], None, plan)[None])
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_what_cannot_be_reached_is_said() -> None:
 
 def test_a_second_derivative_is_refused_in_words() -> None:
     a, b = (draw(1, 4, 8, seed=i).requires_grad_() for i in (0, 1))
-    y = emulated_product(a, b, Plan.of(Recipe.parse("paper")))
+    y = emulated_linear(a, b, None, Plan.of(Recipe.parse("paper")))
     with pytest.raises(RuntimeError, match="an emulated attention product cannot be differentiated twice"):
         torch.autograd.grad(y.sum(), a, create_graph=True)
 
@@ -211,4 +211,6 @@ def test_a_second_derivative_is_refused_in_words() -> None:
 def test_the_flag_reads_back() -> None:
     recipe = Recipe.parse("paper attention=on")
     assert str(recipe) == "paper attention=on"
-    assert Recipe.parse(str(recipe)) == Recipe.from_toml(recipe.to_toml()) == recipe
+    operands = "\n".join(f'{role} = "{operand}"' for role, operand in recipe.operands.items())
+    toml = f'name = "paper"\nattention = true\n[operands]\n{operands}'
+    assert Recipe.parse(str(recipe)) == Recipe.from_toml(toml) == recipe

@@ -13,7 +13,7 @@ from mxprobe.emulation.linear import Plan, emulated_linear
 from mxprobe.emulation.recipe import ROLES
 from mxprobe_kernels import apply_correction
 from mxprobe_kernels.reference import decompose
-from mxprobe_kernels.reference_formats import quantize
+from tests.reference_formats import quantize
 
 # B batch, T tokens, K in-features, N out-features; none a multiple of 32, so that every GEMM has a ragged block.
 B, T, K, N = 2, 35, 40, 72

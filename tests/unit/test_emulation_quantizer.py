@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from mxprobe.emulation import Operand, quantize
-from mxprobe_kernels import apply_correction, quantize_dequantize
-from mxprobe_kernels.formats import E2M1_GRID
+from mxprobe.emulation import NAMED_RECIPES, Operand, quantize
+from mxprobe_kernels import apply_correction, correction_errors, quantize_dequantize, stochastic
+from mxprobe_kernels.formats import E2M1_GRID, MXFP4, Rule
+from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, DEFAULT_WHATIFS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -80,6 +81,37 @@ def test_stochastic_rounding_doubles_the_error() -> None:
     plain = (quantize(x, Operand.parse("mxfp4"), dim=-1) - x).square().sum()
     draws = [(quantize(x, Operand.parse("mxfp4+sr"), dim=-1, salt=8 * k) - x).square().sum() for k in range(8)]
     assert float(torch.stack(draws).mean() / plain) == pytest.approx(2.05, rel=0.02)  # science, section 5
+
+
+@pytest.mark.parametrize("correction", [*DEFAULT_WHATIFS, *CHANNEL_WHATIFS, "sr", "mxfp4_4over6", "mxfp6_e3m2"])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_what_a_what_if_scores_is_what_is_switched_on(correction: str, dim: int) -> None:
+    """Element for element, stochastic rounding included: seed 0 of emulation is the first draw of a what-if."""
+    x = draw(70, 130)
+    operand = NAMED_RECIPES["paper"].corrected(correction).x_fwd
+    assert torch.equal(quantize(x, operand, dim=dim), apply_correction(x, correction, dim=dim))
+
+
+@pytest.mark.parametrize("rule", [Rule.RCEIL, Rule.FLOOR], ids=str)
+def test_the_score_of_stochastic_rounding_is_the_mean_over_emulated_draws(rule: Rule) -> None:
+    x = draw(40, 96)
+    draws = [stochastic.quantize(x, MXFP4, rule, -1, draw=k).double() - x.double() for k in range(stochastic.DRAWS)]
+    assert torch.equal(draws[0].float(), (quantize(x, Operand("mxfp4", rule, stochastic=True), dim=-1) - x))
+    scored = correction_errors(x, ["sr"], rule=rule)[0]
+    energy = torch.stack([error.square().sum() for error in draws]).mean()
+    assert float(scored[2]) == pytest.approx(float(energy), rel=1e-12)
+
+
+def test_two_micro_batches_of_one_step_are_rounded_differently() -> None:
+    """The draw depends on the value too: the same salt and place, but other values, and the errors are unrelated."""
+    a, b = draw(64, 64, seed=1), draw(64, 64, seed=2)
+    scale = torch.full((64, 64), 6.0)
+    operand = Operand.parse("mxfp4+sr")
+    ups = [
+        quantize(torch.where(torch.arange(64) % 32 == 0, scale, 1.25 + t / 1e4), operand, dim=-1) > 1.25 for t in (a, b)
+    ]
+    alike = (ups[0] == ups[1])[:, 1:32].float().mean()
+    assert float(alike) == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_nan_poisons_its_block_alone_and_the_global_generator_is_left_alone() -> None:

@@ -11,8 +11,8 @@ from mxprobe.cli import main
 from mxprobe.exporting import curves
 from mxprobe.exporting.follow import QUIET_S, Follower
 from mxprobe.exporting.series import COLUMNS, Point
-from mxprobe.live.tail import TraceTail
 from mxprobe.trace import TraceWriter, open_trace
+from mxprobe.trace.tail import TraceTail
 from tests.trace_files import append, frames, write_trace
 
 

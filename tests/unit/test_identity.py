@@ -15,7 +15,7 @@ from mxprobe.measuring.adapters.module_names import named_modules
 from mxprobe.measuring.adapters.placement import Placement, Shard
 from mxprobe.schema import Role
 from mxprobe.trace import Trace, TraceWriter, open_trace
-from mxprobe.trace.identity import conflicting
+from mxprobe.trace.name_conflicts import conflicting
 
 
 def row(rank: int, role: str, placement: str | None, *, x2: float = 1.0, out: float = 1.0) -> dict[str, object]:

@@ -10,7 +10,8 @@ from safetensors import safe_open
 
 from mxprobe_kernels import apply_correction, quantize_dequantize
 from mxprobe_kernels.corrections import walsh_hadamard
-from mxprobe_kernels.formats import DEFAULT_WHATIFS, Correction, Rule
+from mxprobe_kernels.formats import Rule
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS, Correction
 from tests.cases import GOLDEN
 
 Draw = Callable[[torch.Generator], torch.Tensor]

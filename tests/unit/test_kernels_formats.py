@@ -7,8 +7,8 @@ import torch
 
 from mxprobe_kernels import decompose, error_fields, quantize_dequantize
 from mxprobe_kernels.formats import FORMATS, Format, Rule, ScaleType, minifloat_grid
-from mxprobe_kernels.reference_formats import quantize
 from mxprobe_kernels.rounding import e2m1_code, round_to_grid
+from tests.reference_formats import quantize
 
 ELEMENTS = {
     6.0: ml_dtypes.float4_e2m1fn,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxprobe_kernels import cpu_backend, cpu_quantizer, quantize_dequantize, torch_backend
-from mxprobe_kernels.blocks import to_blocks
+from mxprobe_kernels.blocks import from_blocks, per_block, to_blocks
 from mxprobe_kernels.formats import FORMATS, HIF4, MXFP4, MXFP4_4OVER6, NVFP4, Format, Rule
 from mxprobe_kernels.quantizer import quantized
 from tests.cases import golden_cases, hard_tensors, same_bits
@@ -34,7 +34,10 @@ def test_the_public_function_is_the_torch_path_to_the_bit(format: Format):
     for _, x in hard_tensors():
         for dim in (0, 1):
             q, exponents = quantize_dequantize(x, format=format, dim=dim)
-            expected, expected_exponents = torch_backend.quantize_dequantize(x, format, Rule.RCEIL, dim)
+            blocks, shape = to_blocks(x, dim, format.block, format.block_rows)
+            blocks_q, scales = torch_backend.quantized_blocks(blocks, format, Rule.RCEIL)
+            expected = from_blocks(blocks_q.to(x.dtype), shape)
+            expected_exponents = per_block(scales.exponent.squeeze(-1), shape)
             assert q.dtype == x.dtype
             assert same_bits(q.double().numpy(), expected.double().numpy())
             assert torch.equal(exponents, expected_exponents)

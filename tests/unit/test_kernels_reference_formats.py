@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mxprobe_kernels import apply_correction, quantize_dequantize
-from mxprobe_kernels.formats import FORMATS, Correction, Rule, ScaleType
-from mxprobe_kernels.reference_formats import quantize
+from mxprobe_kernels.formats import FORMATS, Rule, ScaleType
+from mxprobe_kernels.recipe_grammar import Correction
 from tests.cases import GOLDEN, hard_tensors, same_bits
+from tests.reference_formats import quantize
 
 BY_SEARCH = [name for name, f in FORMATS.items() if f.scale in (ScaleType.E8M0, ScaleType.E6M2) or f.four_over_six]
 

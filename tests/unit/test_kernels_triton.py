@@ -10,7 +10,8 @@ import pytest
 import torch
 import triton
 
-from mxprobe_kernels.formats import FORMATS, Correction, Rule
+from mxprobe_kernels.formats import FORMATS, Rule
+from mxprobe_kernels.recipe_grammar import Operand
 from mxprobe_kernels.triton_backend import kernel_options, launch_options, lite_options
 from mxprobe_kernels.triton_exact import exact_statistics
 from mxprobe_kernels.triton_exact_backend import TILE_ELEMENTS, tile_rows
@@ -189,7 +190,7 @@ def test_float64_kernels_do_not_spill(target: str):
 
 
 def _whatif(target: str, correction: str) -> Code:
-    constants = whatif_options(Correction.parse(correction), Rule.RCEIL, torch.bfloat16, TILE_ELEMENTS)
+    constants = whatif_options(Operand.from_correction(correction), torch.bfloat16, TILE_ELEMENTS)
     optional = {"unit_ptr": "nvfp4", "signs_ptr": "had", "alpha_ptr": "of"}
     used = {name: "*fp32" if name == "signs_ptr" else "*fp64" for name, of in optional.items() if of in correction}
     signature = {

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mxprobe_kernels import WHATIF_COLUMNS, apply_correction, correction_errors, error_fields, stochastic
-from mxprobe_kernels.formats import DEFAULT_WHATIFS
+from mxprobe_kernels.formats import MXFP4, Rule
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 from tests.cases import GOLDEN, hard_tensors
 
 
@@ -51,19 +52,17 @@ def test_stochastic_rounding_costs_what_the_table_says(data: str):
 def test_stochastic_rounding_is_unbiased_and_repeats_itself():
     x = torch.full((64, 64), 1.3)
     x[:, ::32] = 6.0
-    draws = torch.stack(
-        [stochastic.quantize(x, rule, 1, draw) for draw in range(16) for rule in [stochastic.Rule.RCEIL]]
-    )
+    draws = torch.stack([stochastic.quantize(x, MXFP4, Rule.RCEIL, 1, draw=draw) for draw in range(16)])
     assert set(draws[:, :, 1].unique().tolist()) == {1.0, 1.5}
     assert float(draws[:, :, 1:32].mean()) == pytest.approx(1.3, abs=0.01)
     assert not torch.equal(draws[0], draws[1])
     state = torch.random.get_rng_state()
-    assert torch.equal(stochastic.quantize(x, stochastic.Rule.RCEIL, 1), draws[0])
+    assert torch.equal(stochastic.quantize(x, MXFP4, Rule.RCEIL, 1), draws[0])
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_philox_is_the_published_one():
     """Known answer of Salmon et al., Random123: counter 0, key 0."""
     zero = torch.zeros(1, dtype=torch.int64)
-    words = [int(w) for w in stochastic.philox(zero, zero, 0, seed=0)]
+    words = [int(w) for w in stochastic.philox((zero, zero, 0, zero), key=0)]
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]

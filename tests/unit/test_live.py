@@ -17,10 +17,10 @@ from mxprobe.live import find_trace
 from mxprobe.live.controls import SORTS, Controls
 from mxprobe.live.keys import parse_keys
 from mxprobe.live.state import COLUMNS, LiveState
-from mxprobe.live.tail import TraceTail
 from mxprobe.live.view import plain_line, render, select_layers, sparkline
 from mxprobe.trace import TraceWriter, compact, layout, open_trace
 from mxprobe.trace.arrow import live_schema
+from mxprobe.trace.tail import TraceTail
 from tests import report_frames
 from tests.trace_files import append, frames, write_trace
 

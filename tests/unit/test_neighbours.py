@@ -15,7 +15,7 @@ from mxprobe.measuring.operands.operand import Operand, measure_corrections, mea
 from mxprobe.measuring.operands.weights import sample_weight
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES, Role
-from mxprobe_kernels.formats import CHANNEL_WHATIFS, Correction
+from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, Correction
 
 PLACE = {"step": 1, "module": "up", "role": "x_fwd", "phase": "train"}
 

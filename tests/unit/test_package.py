@@ -28,7 +28,7 @@ def test_wheel_top_level_names(wheel: zipfile.ZipFile) -> None:
     assert packages == {"mxprobe", "mxprobe_kernels", "mxprobe_reports"}
 
 
-def test_wheel_holds_every_module_and_marker(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_every_module_table_and_marker(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     sources = {
         "mxprobe": ROOT / "mxprobe",
@@ -37,8 +37,8 @@ def test_wheel_holds_every_module_and_marker(wheel: zipfile.ZipFile) -> None:
     }
     for package, directory in sources.items():
         assert f"{package}/py.typed" in names
-        for module in directory.rglob("*.py"):
-            assert f"{package}/{module.relative_to(directory)}" in names
+        for file in (*directory.rglob("*.py"), *directory.rglob("*.toml")):
+            assert f"{package}/{file.relative_to(directory)}" in names
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:

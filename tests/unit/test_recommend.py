@@ -28,7 +28,7 @@ from mxprobe.measuring.recipes import Call, infer_recipe
 from mxprobe.schema import Component, Role
 from mxprobe.trace import TraceWriter, open_trace
 from mxprobe_kernels import apply_correction, quantize_dequantize
-from mxprobe_kernels.formats import DEFAULT_WHATIFS
+from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 from tests import synthetic
 
 DOCS = Path(__file__).parents[2] / "docs"

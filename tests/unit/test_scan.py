@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from mxprobe.errors import TraceError, UsageError
-from mxprobe.scan import ScanSettings, measure, scan
-from mxprobe.scan.scanner import Progress
+from mxprobe.scan import weight_error
+from mxprobe.scan.scanner import Progress, scan
+from mxprobe.scan.settings import ScanSettings
 from mxprobe.scan.summary import summarise
 from mxprobe.trace import open_trace
 from mxprobe_kernels import apply_correction, decompose, quantize_dequantize
@@ -47,7 +48,7 @@ def agrees(row: Any, tensor: torch.Tensor, dim: int, format: str = "mxfp4") -> b
 def test_slabs_give_the_sums_of_the_whole_tensor(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "SLAB_ELEMENTS", 40 * 75)  # one block of rows a slab, the last one ragged
+    monkeypatch.setattr(weight_error, "SLAB_ELEMENTS", 40 * 75)  # one block of rows a slab, the last one ragged
     tensor = normal(150, 75).to(dtype)
     tensor[3, 5] = 40.0
     scan(checkpoint(tmp_path / "c", {"q.weight": tensor}), tmp_path / "t", NO_WHATIF)
@@ -59,7 +60,7 @@ def test_slabs_give_the_sums_of_the_whole_tensor(
 
 
 def test_a_tensor_scale_sees_the_whole_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SLAB_ELEMENTS", 40 * 64)
+    monkeypatch.setattr(weight_error, "SLAB_ELEMENTS", 40 * 64)
     tensor = normal(160, 64)
     tensor[3, 5] = 4000.0
     settings = ScanSettings(format="nvfp4", whatifs=())

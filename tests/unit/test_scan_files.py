@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from mxprobe.errors import UsageError
-from mxprobe.scan import open_checkpoint
+from mxprobe.scan.checkpoint import open_checkpoint
 from mxprobe.scan.safetensors_file import FLOATING, SafetensorsFile
-from mxprobe.scan.weights import find_weights, settings_of_quantization
+from mxprobe.scan.stored_weights import find_weights, settings_of_quantization
 
 
 def weights(**more: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -252,7 +252,7 @@ def test_an_error_that_nobody_expected_stops_no_writer(tmp_path: Path, monkeypat
     def fail(*_: object) -> None:
         raise RuntimeError("deque mutated during iteration")
 
-    monkeypatch.setattr(retention.Keeper, "enforce", fail)
+    monkeypatch.setattr(retention.RetentionEnforcer, "enforce", fail)
     with TraceWriter(tmp_path / "t.mxprobe", {}, rotate_bytes=1_000, retention=Retention(keep_s=1.0)) as writer:
         for step in range(20):
             writer.append("events", {"step": [step], "kind": ["x"], "detail": ["y" * 500]})
@@ -264,16 +264,16 @@ def test_an_error_that_nobody_expected_stops_no_writer(tmp_path: Path, monkeypat
 
 
 def test_what_is_seen_meanwhile_disturbs_no_look_back(tmp_path: Path) -> None:
-    keeper = retention.Keeper(tmp_path, Retention(keep_s=5000.0), lambda _: None)
+    enforcer = retention.RetentionEnforcer(tmp_path, Retention(keep_s=5000.0), lambda _: None)
     stop = threading.Event()
 
     def look() -> None:
         while not stop.is_set():
-            keeper.enforce(10_000.0)
+            enforcer.enforce(10_000.0)
 
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(look)
         for second in range(20_000):
-            keeper.saw("tensors", [second], float(second))
+            enforcer.observe("tensors", [second], float(second))
         stop.set()
         looking.result()

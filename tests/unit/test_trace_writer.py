@@ -15,8 +15,7 @@ import pytest
 
 from mxprobe.errors import EXIT_TRACE, TraceError
 from mxprobe.schema import DELTA_BINS, SPAN, TABLES
-from mxprobe.trace import TraceWriter, layout, open_trace
-from mxprobe.trace.compaction import compact
+from mxprobe.trace import TraceWriter, compact, layout, open_trace
 
 NAMES = ["model.layers.0.mlp.up_proj", "größe[bold]", "模型.层", "a\u0000b", "x" * 300, "</script>", ""]
 

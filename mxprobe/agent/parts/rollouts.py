@@ -7,7 +7,6 @@ sequences in a training batch of the same optimizer step, each in a row of its o
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable
@@ -20,81 +19,18 @@ from mxprobe.agent.guard import Hook
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
-from mxprobe.events import LOGPROBS, Event, Tell
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
-from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.operands.weights import effective_weight
-from mxprobe.measuring.replay.paths import layer_rows
 from mxprobe.measuring.replay.policy import find_policy
-from mxprobe.measuring.replay.residuals import Difference
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.tokens.batch import Batch
-from mxprobe.measuring.tokens.flips import Flips
 from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
 from mxprobe.measuring.tokens.head import find_head
-from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up, score_hidden, score_logits
+from mxprobe.measuring.tokens.logprobs import Scored, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
-from mxprobe.measuring.tokens.mismatch import ALL, rollout_rows, signal_values
-from mxprobe.schema import TableRow
+from mxprobe.measuring.tokens.rollout_measurement import Measurement, not_measured
 
-SOURCE = "mxprobe"
-GENERATION = "generation"
-"""`source` of rows that come from a generation in this process."""
 MAX_MICRO_BATCHES = 16
-
-
-class Measurement:
-    """A generation and its training forwards; `rows` waits for the device and belongs to the worker."""
-
-    def __init__(
-        self,
-        generation: Generation,
-        scored: Sequence[Scored],
-        step: int,
-        streams: Sequence[tuple[str, int, Difference, float]] = (),
-        flips: Flips | None = None,
-    ) -> None:
-        self.device = generation.prompt.device
-        self.ready = event_now(self.device)
-        self._generation = generation
-        self._scored = scored
-        self._streams = list(streams)
-        self._flips = flips
-        self._step = step
-        self._time_ns = time.time_ns()
-
-    def rows(self, tell: Tell) -> list[TableRow]:
-        generation, when = self._generation, {"step": self._step, "time_ns": self._time_ns}
-        if generation.unaltered is not None and not bool(generation.unaltered):
-            tell(_not_measured("the model returns other logits than its lm_head's (soft cap, scale)"))
-            return []
-        layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
-        return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
-
-    def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:
-        if self._flips is None:
-            return []
-        counted = counted_tokens(generation, self._flips.found)
-        return [("routing_flips", {**when, **row}) for row in self._flips.rows(counted)]
-
-    def _token_rows(self, generation: Generation, when: dict[str, int], tell: Tell) -> list[TableRow]:
-        pairs = pair_up(generation, self._scored, None if self._flips is None else self._flips.anywhere)
-        if not len(pairs.log_prob_rollout):
-            tell(_not_measured("none of the generated sequences was in a training batch of the same step"))
-            return []
-        temperature = generation.sampling.temperature
-        words = f"measured at temperature {temperature:g}, as read from the running generate()"
-        tell(Event(LOGPROBS, GENERATION, "measured", {"temperature": temperature}, words))
-        drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
-        rows: list[TableRow] = []
-        for row in rollout_rows(pairs):
-            rows.append(("rollouts", {**when, **drawn, **row}))
-            if row["stratum"] == ALL:
-                shared = {**when, "source": SOURCE, "framework": SOURCE}
-                for key, metric, estimator, value in signal_values(row):
-                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
-                    rows.append(("signals", {**shared, **named}))
-        return rows
 
 
 class Rollouts(Part):
@@ -200,7 +136,7 @@ class Rollouts(Part):
         if generation is None or self._given_up:
             return None
         if not scored:
-            self._tell(_not_measured(self._why_not_scored))
+            self._tell(not_measured(self._why_not_scored))
             return None
         return Measurement(generation, scored, step, streams, flips)
 
@@ -335,8 +271,4 @@ class Rollouts(Part):
         self._given_up = True
         self.armed = False
         self.forget()
-        self._tell(_not_measured(reason))
-
-
-def _not_measured(why: str) -> Event:
-    return Event(LOGPROBS, GENERATION, "not_measured", text=f"not measured: {why}")
+        self._tell(not_measured(reason))

@@ -18,7 +18,6 @@ counts only where the first ran without gradient (the reentrant kind).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,13 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.measuring.adapters.adapter import Reading
-from mxprobe.measuring.adapters.placement import Placement
 from mxprobe.measuring.adapters.table import adapter_of
 from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.operands.copying import n_rows, snapshot_of
 from mxprobe.measuring.operands.extent import Extent, element_bytes
-from mxprobe.measuring.operands.snapshot import Chosen, Snapshot, choose_rows, choose_tiles, copied_outputs
+from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import WeightSample, sample_weight
-from mxprobe.measuring.sampling import seed_of, take
+from mxprobe.measuring.sampling import seed_of
 from mxprobe.schema import Phase
 
 Submit = Callable[[Snapshot], None]
@@ -197,7 +196,7 @@ class ModuleProbe:
             if self._train_seen:
                 return  # counted in the first pass
             self._reentrant = True
-        self._train_rows += _rows(reading.x)
+        self._train_rows += n_rows(reading.x)
         if self._reentrant:
             self._pending = None  # the same region's first pass
         self._resolve_pending()
@@ -240,10 +239,10 @@ class ModuleProbe:
 
     def _on_no_grad_call(self, reading: Reading) -> None:
         x = reading.x
-        n_rows = _rows(x)
+        rows = n_rows(x)
         if x.dim() >= 3 and x.shape[-2] == 1:
             self._clock.n_decodes += 1
-            self._rollout_rows += self._undecided_rows + n_rows
+            self._rollout_rows += self._undecided_rows + rows
             self._undecided_rows = 0
             if self._pending is not None and not self._rollout_done:
                 self._join_decode_step(self._pending, reading)
@@ -252,7 +251,7 @@ class ModuleProbe:
         if self._train_seen:
             return
         self._resolve_pending()
-        self._undecided_rows = n_rows
+        self._undecided_rows = rows
         self._pending_decodes = self._clock.n_decodes
         if not (self._rollout_done and self._eval_done):
             self._pending = self._snapshot(reading, Phase.EVAL)
@@ -287,7 +286,7 @@ class ModuleProbe:
             self._send(snapshot)
 
     def _on_serving_call(self, reading: Reading) -> None:
-        self._rollout_rows += _rows(reading.x)
+        self._rollout_rows += n_rows(reading.x)
         if self._rollout_done:
             return
         self._rollout_done = True
@@ -313,61 +312,24 @@ class ModuleProbe:
                 return None
             self._weights[phase is Phase.TRAIN] = weight
             self.withheld = reading.withheld
-            placement = reading.placement.within(self._token_group)
-            how: dict[str, int] = {"max_rows": self._max_rows, "out_features": weight.columns.shape[0], "seed": seed}
-            alike = placement.x_tokens.count == placement.g_tokens.count
-            chosen = choose_rows(x, **how) if alike else Chosen(choose_tiles(x, **how))
-            index = chosen.index
-            y, y_watched = copied_outputs(reading.y, weight, index)
-            g_index, x_of_gradient = self._rows_of_gradient(reading, placement, seed)
-            return Snapshot(
+            return snapshot_of(
+                reading,
+                weight,
                 module=self.name,
-                phase=phase.value,
+                phase=phase,
                 step=self._clock.step,
                 micro_step=max(self._clock.micro_step, 0),
-                time_ns=time.time_ns(),
-                n_rows=_rows(x),
-                row_index=index,
-                x=_operand(reading, take(x.detach().reshape(-1, x.shape[-1]), index)),
-                y=y,
-                y_watched=y_watched,
-                weight=weight,
+                seed=seed,
+                max_rows=self._max_rows,
                 with_operands=self._with_operands(phase),
                 with_weights=self._clock.with_weights,
-                n_tile_rows=chosen.n_tile_rows,
-                singles=chosen.singles,
-                placement=placement,
-                g_index=g_index,
-                x_of_gradient=x_of_gradient,
+                token_group=self._token_group,
             )
-
-    def _rows_of_gradient(
-        self, reading: Reading, placement: Placement, seed: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(rows of G to copy, X at these rows) where G has other rows than X; (None, None) where it has the same."""
-        shards, output = (placement.x_tokens, placement.g_tokens), reading.output
-        if output is None or shards[0].count == shards[1].count:
-            return None, None
-        n_g = _rows(output)
-        index = choose_tiles(output, max_rows=self._max_rows, out_features=output.shape[-1], seed=seed)
-        if placement.g_tokens.count == 1:
-            return torch.arange(n_g, device=output.device) if index is None else index, None
-        x = reading.x.detach().reshape(-1, reading.x.shape[-1]).narrow(0, placement.g_tokens.index * n_g, n_g)
-        rows = _operand(reading, take(x, index))
-        return torch.arange(n_g, device=output.device) if index is None else index, rows
 
     def _send(self, snapshot: Snapshot) -> None:
         self._train = None if snapshot is self._train else self._train
         snapshot.mark_ready()
         self._submit(snapshot)
-
-
-def _operand(reading: Reading, rows: torch.Tensor) -> torch.Tensor:
-    return rows if reading.operand is None else reading.operand(rows).clone()
-
-
-def _rows(x: torch.Tensor) -> int:
-    return x.numel() // x.shape[-1]
 
 
 def own_tensor(output: torch.Tensor) -> torch.Tensor:

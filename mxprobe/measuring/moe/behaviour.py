@@ -17,7 +17,6 @@ from mxprobe.events import EXPERTS, Event
 from mxprobe.measuring.moe.stack import Stack
 from mxprobe.measuring.recipes import (
     EXACT_FRAC,
-    NONE,
     RULES,
     Call,
     Recipe,
@@ -27,6 +26,7 @@ from mxprobe.measuring.recipes import (
     recipe_words,
 )
 from mxprobe.schema import Row
+from mxprobe_kernels.recipe_grammar import NONE, Operand
 
 EXPLAINED_AT_MOST = 8
 """Experts looked at alone in one step."""
@@ -108,7 +108,7 @@ def _sums(held: Stack, recipe: Recipe) -> torch.Tensor:
 def _quantized(t: torch.Tensor, name: str, dtype: torch.dtype, *, cast: bool) -> torch.Tensor:
     """float64, shaped like t [E, M, K], each expert's matrix a tensor of its own; `cast`: rounded to dtype before."""
     t = t.to(dtype) if cast else t
-    if name.startswith("nvfp4"):
+    if Operand.parse(name).needs_whole_tensor:
         return torch.stack([quantize(each, name) for each in t]).to(dtype).double()
     return quantize(t.reshape(-1, t.shape[-1]), name).reshape(t.shape).to(dtype).double()
 

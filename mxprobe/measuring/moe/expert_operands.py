@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import mxprobe_kernels
 from mxprobe.schema import EXPERT_SUMS, OUTPUT_SUMS, Role, Row
 from mxprobe_kernels.decomposition import Decomposition
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.recipe_grammar import Correction
 from mxprobe_kernels.torch_backend import ErrorFields
 
 

@@ -22,7 +22,7 @@ import mxprobe_kernels
 from mxprobe.events import Event
 from mxprobe.schema import OUTPUT_SUMS, Role, Row
 from mxprobe_kernels import cpu_backend
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.recipe_grammar import Correction
 from mxprobe_kernels.torch_backend import ErrorFields
 
 IDENTITY_TOLERANCE = 1e-5

@@ -52,7 +52,7 @@ from mxprobe.measuring.replay.policy import (
 )
 from mxprobe.measuring.replay.representation import Outputs, Representation
 from mxprobe.schema import DEFAULT_ARMS, Role, Row
-from mxprobe_kernels.formats import Correction
+from mxprobe_kernels.recipe_grammar import Correction
 
 HIGH = "high"
 SEQUENCE = ("q", "qstar", "qstar_dz")

@@ -21,9 +21,10 @@ from mxprobe.measuring.engines.stacks import HashedStack
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import Snapshot, event_now
 from mxprobe.measuring.operands.weights import sample_watched
-from mxprobe.measuring.recipes import EXACT_FRAC, NONE, RULES, Call, Recipe, candidates, orders, quantize
+from mxprobe.measuring.recipes import EXACT_FRAC, RULES, Call, Recipe, candidates, orders, quantize
 from mxprobe.measuring.versions.weight_noise import Change, NoiseState, change
 from mxprobe.schema import Phase
+from mxprobe_kernels.recipe_grammar import NONE, Operand
 
 KEPT = 8
 RECENT = 4
@@ -215,7 +216,7 @@ class _Stack:
         """The version and recipe that fit to 1e-5, of several the newest; None. Not thorough: by plain rules only."""
         others = candidates(None) if thorough else ((NONE, NONE), *((rule, rule) for rule in RULES))
         for recipe in dict.fromkeys((*first, *others)):
-            if any(side.startswith("nvfp4") for side in recipe):
+            if any(Operand.parse(side).needs_whole_tensor for side in recipe):
                 continue  # its tensor scale is that of the whole W, which is not kept
             if min(self.fits(recipe, _PROBE_ROWS)) <= EXACT_FRAC:
                 fits = self.fits(recipe)

@@ -1,4 +1,4 @@
-"""Did the second run of the demo do what the first one foretold, beyond its layers' errors?
+"""The demo predicts what its second run, with the correction, will do; this module says whether it did.
 
     replayed KL   KL(rollout || trainer) on a run's last weights, exact, nats per token
     mismatch      mean k3 of the run's own tokens over the last half of its probed steps, as the agent measured it
@@ -35,7 +35,7 @@ class Replay:
     corrected: tuple[float, ...]
 
 
-class Moved(StrEnum):
+class Outcome(StrEnum):
     AS_PREDICTED = "as predicted"
     FURTHER = "further than predicted"
     LESS = "less than predicted"
@@ -43,7 +43,7 @@ class Moved(StrEnum):
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Prediction:
     """One measure: before, what was predicted of the second run with its 95 % interval, and what it was."""
 
     measure: str
@@ -54,17 +54,20 @@ class Foretold:
     after: float
 
     @property
-    def moved(self) -> Moved:
-        """The prediction is that it falls into the interval; rising where a fall was foretold is never as predicted."""
+    def outcome(self) -> Outcome:
+        """It was predicted to fall into the interval; rising where a fall was predicted is never as predicted."""
         if self.after >= self.before:
-            return Moved.NOT
+            return Outcome.NOT
         if self.after > self.high:
-            return Moved.LESS
-        return Moved.AS_PREDICTED if self.after >= self.low else Moved.FURTHER
+            return Outcome.LESS
+        return Outcome.AS_PREDICTED if self.after >= self.low else Outcome.FURTHER
 
 
 def mismatch_of(trace: Trace) -> float:
-    """Mean k3 per token, an estimate of KL(rollout || trainer), over the last half of the probed steps; NaN if none."""
+    """Return the mean k3 per token over the last half of the probed steps; NaN if there are none.
+
+    It is an estimate of KL(rollout || trainer).
+    """
     rows = trace.rollouts()
     rows = rows[rows["stratum"].astype(str) == "all"].sort_values("step")
     rows = rows.tail(math.ceil(len(rows) / 2))
@@ -72,19 +75,19 @@ def mismatch_of(trace: Trace) -> float:
     return float(rows["sum_k3"].sum()) / n_tokens if n_tokens else math.nan
 
 
-def foretell(first: Replay, second: Replay, mismatch: tuple[float, float]) -> tuple[Foretold, Foretold]:
-    """Replayed KL and mismatch. `mismatch` is that of the first and of the second run."""
+def predict(first: Replay, second: Replay, mismatch: tuple[float, float]) -> tuple[Prediction, Prediction]:
+    """Return the predictions of replayed KL and of mismatch; `mismatch` is that of the first and of the second run."""
     before, predicted = statistics.fmean(first.plain), statistics.fmean(first.corrected)
     ratio = predicted / before
     spread = _half_width([after / plain for plain, after in zip(first.plain, first.corrected, strict=True)], ratio)
     after, kl_spread = statistics.fmean(second.corrected), _half_width(first.corrected, predicted)
-    kl = Foretold("replayed KL", before, predicted, *_interval(predicted, kl_spread), after)
-    foretold = mismatch[0] * ratio
-    return kl, Foretold("mismatch", mismatch[0], foretold, *_interval(foretold, spread), mismatch[1])
+    kl = Prediction("replayed KL", before, predicted, *_interval(predicted, kl_spread), after)
+    expected = mismatch[0] * ratio
+    return kl, Prediction("mismatch", mismatch[0], expected, *_interval(expected, spread), mismatch[1])
 
 
 def _half_width(values: Sequence[float], mean: float) -> float:
-    """Of the 95 % t interval of the mean, relative to it."""
+    """Return the half width of the 95 % t interval of the mean, relative to the mean."""
     return t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)) / mean
 
 

@@ -1,4 +1,4 @@
-"""Modules that ranks call alike and that are not one: kept apart wherever rows of ranks are added.
+"""Keeps apart different modules that ranks call by one name, wherever rows of ranks are added.
 
 The agent calls layers and experts by their index in the whole model (`mxprobe.measuring.adapters.identity`). Where it
 could not tell, two pipeline stages may still both have a `layers.0`: modules of one name and of different class or
@@ -16,7 +16,7 @@ pc: Any = pyarrow.compute
 
 
 def conflicting(modules: pd.DataFrame) -> frozenset[str]:
-    """Names that ranks give to modules of different class or size, from the `modules` table.
+    """Return the names that ranks give to modules of different class or size, from the `modules` table.
 
     Shards of one weight have the same size on every rank but the last, which may have less of it.
     """
@@ -32,7 +32,7 @@ def conflicting(modules: pd.DataFrame) -> frozenset[str]:
 
 
 def _are_shards(shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether these can be parts of one weight: equal but for one dimension, in which all but one are equal."""
+    """Return whether these can be parts of one weight: equal but for one dimension, in which all but one are equal."""
     most = max(shapes, key=shapes.count)
     others = [shape for shape in shapes if shape != most]
     if not others:
@@ -42,7 +42,7 @@ def _are_shards(shapes: Sequence[tuple[int, ...]]) -> bool:
 
 
 def apart(data: Any, names: frozenset[str]) -> Any:
-    """The `pa.Table` with ` (rank R)` behind the names of modules that are not one; `rank` must be a column."""
+    """Put ` (rank R)` behind the names of different modules called alike; `rank` must be a column."""
     if not names or "module" not in data.column_names:
         return data
     module = data.column("module").cast(pa.string())

@@ -1,6 +1,6 @@
-"""What rollout and trainer of a finished demo job disagree about, on its last weights; and with a correction applied.
+"""Measures how far rollout and trainer of a finished demo job disagree on its last weights, corrected and not.
 
-    python replay.py --parameters DIR/parameters.pt --apply FILE [the job's own options]
+    python replay_kl.py --parameters DIR/parameters.pt --apply FILE [the job's own options]
 
 Samples completions as the job's rollout does, on prompts it has not seen, and prints one JSON object:
 {"plain": [KL, ...], "corrected": [KL, ...]}, KL(rollout || trainer) in nats per token, exact from logits, one value
@@ -28,7 +28,7 @@ PROMPT_SEED = 1_000_003
 
 
 def kl_by_batch(model: Qwen3ForCausalLM, prompts: list[torch.Tensor]) -> list[float]:
-    """KL(rollout || trainer) per token of each batch of prompts [N_PROMPTS, T]."""
+    """Return KL(rollout || trainer) per token of each batch of prompts [N_PROMPTS, T]."""
     found: list[float] = []
     for index, ids in enumerate(prompts):
         torch.manual_seed(index)
@@ -51,7 +51,7 @@ def kl_by_batch(model: Qwen3ForCausalLM, prompts: list[torch.Tensor]) -> list[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="replay.py", description="KL of rollout and trainer of a finished demo job")
+    parser = argparse.ArgumentParser(description="KL of rollout and trainer of a finished demo job")
     parser.add_argument("--parameters", type=Path, required=True)
     parser.add_argument("--apply", type=Path, required=True, help="Python file whose enable(model) is the correction")
     options, of_job = parser.parse_known_args()

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .safetensors_file import FLOATING, Entry, SafetensorsFile
+from .safetensors_file import FLOATING, SafetensorsFile, StoredTensor
 
 PROBED = "probed"
 NOT_SELECTED = "not_selected"
@@ -26,7 +26,7 @@ class Weight:
 
     module: str
     file: SafetensorsFile
-    entry: Entry
+    entry: StoredTensor
     status: str
     reason: str
     is_transposed: bool
@@ -46,7 +46,7 @@ class Weight:
 
 
 def find_weights(checkpoint: Checkpoint, include: tuple[str, ...], exclude: tuple[str, ...]) -> list[Weight]:
-    """Tensors of two or more dimensions in the order of the files, scales of quantized ones left to their weight."""
+    """List the tensors of two or more dimensions in the order of the files, without scales of quantized ones."""
     names = checkpoint.tensors
     model_type = str(checkpoint.config.get("model_type", ""))
     dtypes = {name: entry.dtype for name, (_, entry) in names.items()}
@@ -62,7 +62,7 @@ def find_weights(checkpoint: Checkpoint, include: tuple[str, ...], exclude: tupl
 
 
 def quantized_as(name: str, dtypes: Mapping[str, str]) -> str:
-    """The format a stored weight is already in, by its dtype and the scales beside it; empty for plain floats."""
+    """Return the format that a weight is stored in, by its dtype and the scales beside it; empty for plain floats."""
     dtype, stem = dtypes[name], name.rpartition(".")[0]
     if name.endswith("_blocks") and dtypes.get(f"{name[: -len('_blocks')]}_scales") == "U8":
         return "MXFP4 (packed E2M1 blocks of 32, E8M0 scales; as gpt-oss)"
@@ -87,7 +87,7 @@ def quantized_as(name: str, dtypes: Mapping[str, str]) -> str:
 
 
 def settings_of_quantization(config: Mapping[str, Any]) -> str:
-    """What `config.json` says about quantization, in a few words; empty when nothing."""
+    """Return what `config.json` says about quantization, in a few words; empty when nothing."""
     settings = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(settings, dict):
         return ""
@@ -114,7 +114,7 @@ def _module_of(name: str) -> str:
 def _status(
     name: str,
     module: str,
-    entry: Entry,
+    entry: StoredTensor,
     dtypes: Mapping[str, str],
     include: tuple[str, ...],
     exclude: tuple[str, ...],

@@ -1,4 +1,4 @@
-"""A small training job that says at every step, bit for bit, where it stands: `python job.py LOG STOP`.
+"""A small training job that says at every step, bit for bit, where it stands: `python training_job.py LOG STOP`.
 
 A transformer with dropout under AdamW (and bfloat16 autocast on a GPU), with deterministic algorithms. Each step writes
 one line to LOG: number, loss as hex, digest of all parameters and of the random state, CPU seconds of the main thread

@@ -11,7 +11,7 @@ Array = npt.NDArray[np.float64]
 
 
 def codes(piece: Any, column: str, index: Mapping[str, int]) -> Indices:
-    """(n,) position of each name of a dictionary column in `index`; -1 where it is null or has none."""
+    """Return (n,) the position of each name of a dictionary column in `index`; -1 where it is null or has none."""
     encoded = piece.column(column).combine_chunks()
     table = np.array([*(index.get(str(name), -1) for name in encoded.dictionary.to_pylist()), -1], dtype=np.int64)
     if not encoded.null_count:
@@ -20,12 +20,12 @@ def codes(piece: Any, column: str, index: Mapping[str, int]) -> Indices:
 
 
 def names_of(piece: Any, column: str) -> list[str]:
-    """Distinct names of a dictionary column that occur in a piece, in order."""
+    """Return the distinct names of a dictionary column that occur in a piece, in order."""
     return [str(name) for name in piece.column(column).unique().to_pylist() if name is not None]
 
 
 def numbers(piece: Any, columns: Sequence[str]) -> Array:
-    """(columns, n) float64, NaN where null."""
+    """Return (columns, n) float64, NaN where null."""
     values = np.empty((len(columns), piece.num_rows))
     for row, name in enumerate(columns):
         values[row] = piece.column(name).to_numpy()

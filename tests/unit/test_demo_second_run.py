@@ -1,18 +1,18 @@
-"""What the demo foretells of its second run, and how it judges what came."""
+"""What the demo predicts of its second run, and how it judges what came."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from mxprobe.demo.loop import DOWN, UP, Moved, Replay, foretell, mismatch_of
+from mxprobe.demo.second_run import DOWN, UP, Outcome, Replay, mismatch_of, predict
 from mxprobe.trace import TraceWriter, open_trace
 
 FIRST = Replay(plain=(0.8, 1.0, 1.2), corrected=(0.08, 0.10, 0.12))
 
 
-def test_kl_is_foretold_by_the_replay_and_mismatch_by_its_ratio() -> None:
-    kl, mismatch = foretell(FIRST, Replay((0.5,) * 3, (0.2,) * 3), (2.0, 0.1))
+def test_kl_is_predicted_by_the_replay_and_mismatch_by_its_ratio() -> None:
+    kl, mismatch = predict(FIRST, Replay((0.5,) * 3, (0.2,) * 3), (2.0, 0.1))
     assert (kl.before, kl.predicted, kl.after) == pytest.approx((1.0, 0.1, 0.2))
     assert (mismatch.before, mismatch.predicted, mismatch.after) == pytest.approx((2.0, 0.2, 0.1))
     # The ratio is the same in each batch: only the other weights are left to be uncertain about.
@@ -25,23 +25,23 @@ def test_kl_is_foretold_by_the_replay_and_mismatch_by_its_ratio() -> None:
 @pytest.mark.parametrize(
     ("after", "moved"),
     [
-        (0.1, Moved.AS_PREDICTED),
-        (0.001, Moved.FURTHER),
-        (0.99, Moved.LESS),
-        (1.0, Moved.NOT),
-        (3.0, Moved.NOT),
+        (0.1, Outcome.AS_PREDICTED),
+        (0.001, Outcome.FURTHER),
+        (0.99, Outcome.LESS),
+        (1.0, Outcome.NOT),
+        (3.0, Outcome.NOT),
     ],
 )
-def test_what_came_is_judged_by_the_interval(after: float, moved: Moved) -> None:
+def test_what_came_is_judged_by_the_interval(after: float, moved: Outcome) -> None:
     flat = Replay((1.0, 1.0), (0.1, 0.1))
-    assert foretell(flat, Replay((1.0, 1.0), (after, after)), (1.0, after))[0].moved is moved
+    assert predict(flat, Replay((1.0, 1.0), (after, after)), (1.0, after))[0].outcome is moved
 
 
 def test_rising_is_never_as_predicted_however_wide_the_interval() -> None:
     small = Replay((1.0, 1.0), (0.9, 0.9))
-    kl, mismatch = foretell(small, Replay((1.0, 1.0), (1.1, 1.1)), (1.0, 1.1))
+    kl, mismatch = predict(small, Replay((1.0, 1.0), (1.1, 1.1)), (1.0, 1.1))
     assert kl.high > 1.1
-    assert kl.moved is mismatch.moved is Moved.NOT
+    assert kl.outcome is mismatch.outcome is Outcome.NOT
 
 
 def test_mismatch_is_k3_over_the_last_half_of_the_probed_steps(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From what the user named, a directory or a PID, to a trace directory."""
+"""Finds the trace directory of what the user named: a directory or a PID."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _POLL_S = 0.3
 
 
 def find_trace(target: str, *, say: Callable[[str], None], wait_s: float = 60.0) -> Path:
-    """The trace directory of `target`. Digits are a PID unless there is a directory of that name.
+    """Return the trace directory of `target`. Digits are a PID unless there is a directory of that name.
 
     A process that is being attached has no trace yet: waited for up to `wait_s`.
 

@@ -1,5 +1,6 @@
 """Rows of a trace as they are written: each poll reads only the bytes that were added since the last one."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,9 +11,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mxprobe.trace import layout
-from mxprobe.trace.arrow import UNREADABLE, conform, damaged
-from mxprobe.trace.reader import read_run
+from . import layout
+from .arrow import UNREADABLE, conform, damaged
+from .run_file import read_run
 
 _MAX_BYTES_PER_POLL = 32 * 1024 * 1024
 """A long trace is caught up with in several polls, so that the view stays responsive."""
@@ -39,13 +40,13 @@ class TraceTail:
         self.directory = directory
         self.run, self.problems = read_run(directory)
         self.is_behind = False
-        """Whether the last poll left rows that were there: it had read enough, or a file became another meanwhile."""
+        """The last poll left rows that were there: it had read enough, or a file became another meanwhile."""
         self._columns = columns
         self._positions: dict[tuple[str, int], _Position] = {}
         self._run_stamp = self._stamp()
 
     def poll(self) -> list[tuple[str, int, pd.DataFrame]]:
-        """(table, rank, new rows) with the columns asked for. Incomplete batches are left for the next poll."""
+        """Read (table, rank, new rows) with the columns asked for. Incomplete batches are left for the next poll."""
         found: list[tuple[str, int, pd.DataFrame]] = []
         self.is_behind = False
         for table in self._columns:
@@ -60,6 +61,20 @@ class TraceTail:
             self.run, self.problems = read_run(self.directory)
             self._run_stamp = self._stamp()
         return found
+
+    def follow(self, interval_s: float) -> Iterator[list[tuple[str, int, pd.DataFrame]]]:
+        """Yield each poll that found rows, and [] whenever all that was there has been read, until the writer is gone.
+
+        Waits `interval_s` after each [] but the last.
+        """
+        while True:
+            is_open = self.state == "recording"  # before the polls: what was written until then is read
+            while rows := self.poll():
+                yield rows
+            yield []
+            if not is_open:
+                return
+            time.sleep(interval_s)
 
     @property
     def state(self) -> str:
@@ -104,8 +119,8 @@ class TraceTail:
                 yield pa.Table.from_batches([batch])
         position.offset += end
 
-    def _read_parts(self, table: str, rank: int, parts: Sequence[layout.Part]) -> Iterator[Any]:
-        """Rows of the parts beyond those that were read live: a part holds the rows of its live file in their order."""
+    def _read_parts(self, table: str, rank: int, parts: Sequence[layout.PartFile]) -> Iterator[Any]:
+        """Yield the rows of the parts beyond those read live; a part holds the rows of its live file in their order."""
         position = self._positions.setdefault((table, rank), _Position())
         for part in parts:
             if part.last < position.number:

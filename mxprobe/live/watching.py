@@ -11,10 +11,11 @@ from typing import NoReturn
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from mxprobe.trace.tail import TraceTail
+
 from .controls import Controls
 from .keys import Keyboard
 from .state import COLUMNS, LiveState
-from .tail import TraceTail
 from .view import plain_line, render
 
 _KEY_WAIT_S = 0.1
@@ -33,7 +34,8 @@ def watch(directory: Path, *, interval_s: float, once: bool = False, console: Co
     out = console or Console(highlight=False)
     tail = TraceTail(directory, COLUMNS)
     state = LiveState()
-    _catch_up(tail, state)
+    while rows := tail.poll():
+        state.update_all(rows)
     if once:
         out.print(_picture(tail, state, Controls(is_shown_once=True), out, height=_ONCE_LINES))
     elif out.is_terminal and not out.is_dumb_terminal:
@@ -42,21 +44,9 @@ def watch(directory: Path, *, interval_s: float, once: bool = False, console: Co
         _watch_lines(tail, state, out, interval_s)
 
 
-def _catch_up(tail: TraceTail, state: LiveState) -> None:
-    while _take(tail, state):
-        pass
-
-
-def _take(tail: TraceTail, state: LiveState) -> bool:
-    rows = tail.poll()
-    for table, rank, frame in rows:
-        state.update(table, rank, frame)
-    return bool(rows)
-
-
 def _watch_screen(tail: TraceTail, state: LiveState, out: Console, interval_s: float) -> None:
-    controls = Controls()
-    with _quits_on_sigterm(), Keyboard() as keyboard:
+    controls, keyboard = Controls(), Keyboard()
+    with _quits_on_sigterm(), keyboard.unbuffered():
         try:
             with Live(console=out, screen=True, auto_refresh=False, transient=True) as live:
                 polled_at, size = time.monotonic(), out.size
@@ -67,7 +57,7 @@ def _watch_screen(tail: TraceTail, state: LiveState, out: Console, interval_s: f
                         controls.press(key)
                     is_due = not controls.is_paused and time.monotonic() - polled_at >= interval_s
                     if is_due:
-                        _take(tail, state)
+                        state.update_all(tail.poll())
                         polled_at = time.monotonic()
                     if keys or is_due or out.size != size:
                         size = out.size
@@ -80,17 +70,13 @@ def _watch_screen(tail: TraceTail, state: LiveState, out: Console, interval_s: f
 def _watch_lines(tail: TraceTail, state: LiveState, out: Console, interval_s: float) -> None:
     shown_step: int | None = None
     try:
-        while True:
-            is_open = tail.state == "recording"  # before the poll: what was written until then is read
-            _catch_up(tail, state)
-            if state.last_step != shown_step:
+        for rows in tail.follow(interval_s):
+            state.update_all(rows)
+            if not rows and state.last_step != shown_step:
                 shown_step = state.last_step
                 out.print(plain_line(state), markup=False, soft_wrap=True)
                 out.file.flush()
-            if not is_open:
-                out.print("the trace is closed" if tail.state == "closed" else "the writer died", markup=False)
-                return
-            time.sleep(interval_s)
+        out.print("the trace is closed" if tail.state == "closed" else "the writer died", markup=False)
     except KeyboardInterrupt:
         return
 

@@ -2,6 +2,6 @@
 
 
 def evenly(n: int, count: int) -> list[int]:
-    """At most `count` of range(n), evenly spaced, the first and the last half a step from the ends."""
+    """Return at most `count` of range(n), evenly spaced, the first and the last half a step from the ends."""
     count = min(n, count)
     return [(2 * i + 1) * n // (2 * count) for i in range(count)]

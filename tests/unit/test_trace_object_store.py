@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from mxprobe.errors import TraceError, UsageError
-from mxprobe.trace import TraceWriter, open_trace, remote
+from mxprobe.trace import TraceWriter, object_store, open_trace
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -30,14 +30,14 @@ fsspec = pytest.importorskip("fsspec")
     ],
 )
 def test_what_is_a_url(path: Path | str, url: str | None) -> None:
-    assert remote.url_of(path) == url
+    assert object_store.url_of(path) == url
 
 
 def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url, local = "memory://store/run.mxprobe", tmp_path / "run.mxprobe"
-    remote.check_reachable(url)
-    with TraceWriter(local, {}, rotate_bytes=1_000, mirror=remote.Mirror(local, url)) as writer:
+    object_store.check_reachable(url)
+    with TraceWriter(local, {}, rotate_bytes=1_000, mirror=object_store.Mirror(local, url)) as writer:
         for step in range(20):
             writer.append("events", {"step": [step], "kind": ["x"], "detail": ["y" * 500]})
     found = open_trace(url)
@@ -46,7 +46,7 @@ def test_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found.place == Path.cwd() / "run.mxprobe"
     pd.testing.assert_frame_equal(found.events(), open_trace(local).events())
     with pytest.raises(UsageError, match="already holds a trace"):
-        remote.check_reachable(url)
+        object_store.check_reachable(url)
     with pytest.raises(TraceError, match="nothing is there"):
         open_trace("memory://store/other.mxprobe")
 
@@ -66,17 +66,17 @@ def write(directory: Path, n_steps: int = 3) -> Path:
 def test_two_traces_are_not_mixed_at_one_url(tmp_path: Path) -> None:
     url = "memory://store/mixed.mxprobe"
     first, second = write(tmp_path / "a.mxprobe"), write(tmp_path / "b.mxprobe")
-    remote.upload(first, url)
-    remote.upload(first, url)
+    object_store.upload(first, url)
+    object_store.upload(first, url)
     with pytest.raises(UsageError, match="already holds another trace"):
-        remote.upload(second, url)
+        object_store.upload(second, url)
 
 
 def test_a_part_goes_from_the_store_when_what_replaced_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, local = "memory://store/merged.mxprobe", write(tmp_path / "run.mxprobe")
-    remote.upload(local, url)
+    object_store.upload(local, url)
     store = fsspec.filesystem("memory")
     folder = local / "events" / "rank=0"
     part = folder / "part-00000.parquet"
@@ -89,10 +89,10 @@ def test_a_part_goes_from_the_store_when_what_replaced_it_is_there(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rglob", merged_meanwhile)
-        remote.upload(local, url)
+        object_store.upload(local, url)
     held = [path.rpartition("/")[2] for path in store.find("/store/merged.mxprobe/events")]
     assert held == ["part-00000.parquet"]
-    remote.upload(local, url)
+    object_store.upload(local, url)
     held = [path.rpartition("/")[2] for path in store.find("/store/merged.mxprobe/events")]
     assert held == ["part-00000-00001.parquet"]
 
@@ -100,7 +100,7 @@ def test_a_part_goes_from_the_store_when_what_replaced_it_is_there(
 def test_commands_on_one_url_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = "memory://store/shared.mxprobe"
-    remote.upload(write(tmp_path / "run.mxprobe"), url)
+    object_store.upload(write(tmp_path / "run.mxprobe"), url)
     store = type(fsspec.filesystem("memory"))
     get_file = store.get_file
 
@@ -117,6 +117,6 @@ def test_commands_on_one_url_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_file_url_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     there = tmp_path / "there.mxprobe"
-    remote.upload(write(tmp_path / "run.mxprobe"), f"file://{there}")
+    object_store.upload(write(tmp_path / "run.mxprobe"), f"file://{there}")
     assert (there / "run.json").exists()
     assert len(open_trace(f"file://{there}").events()) == 3

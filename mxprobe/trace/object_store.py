@@ -26,10 +26,14 @@ _OF_THIS_MACHINE = ("file", "local")
 _TRIES = 3
 _WAIT_S = 2.0
 _TEMPORARY = re.compile(r"\.(tmp|lock)$")
+_STAMPS = "stamps.json"
+"""Beside a local copy: what the store said of each file when it was copied."""
+_PROBE = ".mxprobe"
+"""A file that is written and removed again, to see whether that is allowed."""
 
 
 def url_of(path: Path | str) -> str | None:
-    """The URL that a command was given for a path (`pathlib` takes one of its slashes); None for a local path."""
+    """Return the URL that a command was given as a path (`pathlib` takes one of its slashes); None if it is local."""
     match = _URL.fullmatch(str(path))
     if match is None or Path(path).exists():
         return None
@@ -38,18 +42,17 @@ def url_of(path: Path | str) -> str | None:
 
 
 def name_of(url: str) -> str:
-    """The last part of a URL, by which a local directory is called."""
+    """Return the last part of a URL, by which a local directory is called."""
     return url.rpartition("/")[2]
 
 
 def check_reachable(url: str) -> None:
-    """UsageError if a new trace cannot be written there: asked before anybody is attached to."""
-    fs, root = _filesystem(url)
-    probe = f"{root}/.mxprobe"
+    """Raise UsageError if a new trace cannot be written there; asked before anybody is attached to."""
+    store = _store(url)
     try:
-        taken = fs.exists(f"{root}/{layout.RUN_FILE}")
-        fs.pipe_file(probe, b"")
-        fs.rm_file(probe)
+        taken = store.exists(layout.RUN_FILE)
+        store.pipe_file(_PROBE, b"")
+        store.rm_file(_PROBE)
     except Exception as error:  # every store raises its own
         raise _refused(url, error) from None
     if taken:
@@ -57,43 +60,43 @@ def check_reachable(url: str) -> None:
 
 
 def fetch(url: str) -> Path:
-    """A local copy of the trace at a URL, under the user's cache; only what has changed since the last time travels.
+    """Copy the trace at a URL to the user's cache and return its path; only what changed since the last time travels.
 
     Raises:
         TraceError: the store cannot be reached, or there is nothing.
         UsageError: fsspec, or what it needs for such URLs, is not installed.
     """
-    fs, root = _filesystem(url)
+    store = _store(url)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     local = cache / "mxprobe" / hashlib.sha256(url.encode()).hexdigest()[:16] / name_of(url)
     with _alone(local.parent):
-        _fetch(fs, root, url, local)
+        _fetch(store, url, local)
     return local
 
 
-def _fetch(fs: Any, root: str, url: str, local: Path) -> None:
+def _fetch(store: Any, url: str, local: Path) -> None:
     try:
-        fs.invalidate_cache()
-        found: dict[str, Any] = fs.find(root, detail=True)
+        found = _files_in(store)
     except Exception as error:
         raise _refused(url, error) from None
     if not found:
         raise TraceError(f"no trace at {url}: nothing is there", remedy="give the URL that `mxprobe attach -o` got")
-    known = _known(local)
+    known: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads((local.parent / _STAMPS).read_text(encoding="utf-8"))
     stamps: dict[str, str] = {}
     local.mkdir(parents=True, exist_ok=True)
-    for path, info in sorted(found.items()):
-        relative = path.removeprefix(root).lstrip("/")
+    for relative, info in sorted(found.items()):
         target = local / relative
         if not target.resolve().is_relative_to(local.resolve()):
             continue  # a name with `..`: nothing of ours
         stamps[relative] = f"{info.get('size')} {info.get('ETag') or info.get('mtime') or info.get('LastModified')}"
-        if target.exists() and known.get(relative) == stamps[relative]:
+        if target.exists() and isinstance(known, dict) and known.get(relative) == stamps[relative]:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp")
         try:
-            fs.get_file(path, str(temporary))
+            store.get_file(relative, str(temporary))
         except Exception as error:
             temporary.unlink(missing_ok=True)
             raise _refused(url, error) from None
@@ -101,7 +104,7 @@ def _fetch(fs: Any, root: str, url: str, local: Path) -> None:
     for path in local.rglob("*"):
         if path.is_file() and str(path.relative_to(local)) not in stamps:
             path.unlink()
-    layout.write_json(_stamps(local), stamps)
+    layout.write_json(local.parent / _STAMPS, stamps)
 
 
 def upload(directory: Path, url: str) -> None:
@@ -122,13 +125,11 @@ def upload(directory: Path, url: str) -> None:
 
 
 def _holds_another(directory: Path, url: str) -> bool:
-    fs, root = _filesystem(url)
-    fs.invalidate_cache()
-    there = f"{root}/{layout.RUN_FILE}"
-    if not fs.exists(there):
+    store = _store(url)
+    if layout.RUN_FILE not in _files_in(store):
         return False
     ours = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
-    return json.loads(fs.cat_file(there)).get("created_ns") != ours.get("created_ns")
+    return json.loads(store.cat_file(layout.RUN_FILE)).get("created_ns") != ours.get("created_ns")
 
 
 class Mirror:
@@ -147,7 +148,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def poke(self) -> None:
-        """There are new parts."""
+        """Note that there are new parts."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="trace-upload", daemon=True)
             self._thread.start()
@@ -183,10 +184,9 @@ class Mirror:
 
 
 def _sync(directory: Path, url: str, *, closed: bool) -> None:
-    """Parts first, then `run.json`, then the removal of parts that others hold as well."""
-    fs, root = _filesystem(url)
-    fs.invalidate_cache()
-    there = {path.removeprefix(root).lstrip("/"): info.get("size") for path, info in fs.find(root, detail=True).items()}
+    """Copy parts first, then `run.json`; then remove parts that others hold as well."""
+    store = _store(url)
+    there = _files_in(store)
     ours: dict[str, int] = {}
     for path in directory.rglob("*"):
         relative = path.relative_to(directory)
@@ -199,33 +199,41 @@ def _sync(directory: Path, url: str, *, closed: bool) -> None:
     for relative, size in sorted(ours.items()):
         if relative != layout.RUN_FILE:
             with contextlib.suppress(FileNotFoundError):
-                if there.get(relative) != size:
-                    fs.put_file(str(directory / relative), f"{root}/{relative}")
+                if relative not in there or there[relative].get("size") != size:
+                    store.put_file(str(directory / relative), relative)
                 held.append(relative)
     run = json.loads((directory / layout.RUN_FILE).read_text(encoding="utf-8"))
     if not closed:
         run["copied_while_written"] = True
-    fs.pipe_file(f"{root}/{layout.RUN_FILE}", json.dumps(run, indent=1).encode())
+    store.pipe_file(layout.RUN_FILE, json.dumps(run, indent=1).encode())
     for relative in there:
         if relative not in ours and layout.is_covered(relative, held):
-            fs.rm_file(f"{root}/{relative}")
+            store.rm_file(relative)
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
-    """An fsspec filesystem and the path in it."""
+def _store(url: str) -> Any:
+    """Open the fsspec filesystem below a URL; paths are relative to it."""
     try:
         import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
     except ImportError:
         raise _not_installed(url) from None
     options = {"skip_instance_cache": True} if url.startswith("s3") else {}
     if url.partition(":")[0].lower() in _OF_THIS_MACHINE:
         options = {"auto_mkdir": True}
     try:
-        return fsspec.core.url_to_fs(url, **options)
+        fs, root = fsspec.core.url_to_fs(url, **options)
+        return DirFileSystem(root, fs)
     except ImportError:
         raise _not_installed(url) from None
     except ValueError as error:
         raise UsageError(f"{url}: {error}", cause="no such kind of URL", remedy="s3://BUCKET/NAME.mxprobe") from None
+
+
+def _files_in(store: Any) -> dict[str, dict[str, Any]]:
+    """Return relative path -> what the store says of the file, asked anew."""
+    store.invalidate_cache()
+    return store.find("", detail=True)
 
 
 def _not_installed(url: str) -> UsageError:
@@ -240,7 +248,7 @@ def _not_installed(url: str) -> UsageError:
 
 
 def _refused(url: str, error: Exception) -> TraceError:
-    """The words for what a store raised: the kinds are told by name, as each store has classes of its own."""
+    """Put in words what a store raised: the kinds are told by name, as each store has classes of its own."""
     kind, text = type(error).__name__, str(error) or repr(error)
     if isinstance(error, (TraceError, UsageError)):
         return TraceError(error.what, cause=error.cause, remedy=error.remedy)
@@ -257,20 +265,8 @@ def _refused(url: str, error: Exception) -> TraceError:
 
 @contextlib.contextmanager
 def _alone(cache: Path) -> Generator[None, None, None]:
-    """Commands on one URL take turns with its copy."""
+    """Let commands on one URL take turns with its copy."""
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / ".fetch.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _stamps(local: Path) -> Path:
-    return local.parent / "stamps.json"
-
-
-def _known(local: Path) -> dict[str, str]:
-    try:
-        found: Any = json.loads(_stamps(local).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

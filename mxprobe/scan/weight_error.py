@@ -21,21 +21,13 @@ from mxprobe.schema import OUTPUT_SUMS, Role, Row
 from mxprobe_kernels import Decomposition, apply_correction, decompose, error_fields
 from mxprobe_kernels.formats import get_format
 
-from .lines import evenly
-from .weights import Weight
+from .settings import ScanSettings
+from .spacing import evenly
+from .stored_weights import Weight
 
 SLAB_ELEMENTS = 1 << 23
 MAX_SAMPLED_EXPERTS = 8
 MIN_SAMPLED_LINES = 8
-
-
-@dataclass(frozen=True)
-class MeasureSettings:
-    format: str = "mxfp4"
-    rule: str = "rceil"
-    whatifs: tuple[str, ...] = ()
-    whatif_elements: int = 65_536
-    """Elements of each weight and direction on which what-ifs are measured."""
 
 
 @dataclass
@@ -50,9 +42,9 @@ class _Direction:
 
 
 def measure_weight(
-    weight: Weight, settings: MeasureSettings, on_bytes: Callable[[int], None]
+    weight: Weight, settings: ScanSettings, on_bytes: Callable[[int], None]
 ) -> tuple[list[Row], list[Row]]:
-    """Rows (without their key) of `tensors` and of `whatif`. UsageError when the file cannot be read to the end.
+    """Return rows (without their key) of `tensors` and of `whatif`. UsageError when the file cannot be read to the end.
 
     `on_bytes` is told how many bytes each slab had.
     """
@@ -76,8 +68,8 @@ def measure_weight(
     return tensors, whatifs
 
 
-def _slabs(weight: Weight, matrix: int, settings: MeasureSettings) -> Iterator[tuple[torch.Tensor, int]]:
-    """Whole rows in multiples of the block, so that no block of either direction is cut; a tensor scale wants all."""
+def _slabs(weight: Weight, matrix: int, settings: ScanSettings) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield whole rows in multiples of the block, so that no block is cut either way; a tensor scale wants all."""
     format = get_format(settings.format)
     height = max(SLAB_ELEMENTS // max(weight.n_columns, 1) // format.block, 1) * format.block
     if format.tensor_scale:
@@ -102,7 +94,7 @@ def _take(
     slab: torch.Tensor,
     first_row: int,
     weight: Weight,
-    settings: MeasureSettings,
+    settings: ScanSettings,
     n_matrices: int,
     directions: tuple[_Direction, ...],
     columns: list[torch.Tensor],
@@ -125,7 +117,7 @@ def _tensor_row(direction: _Direction, weight: Weight) -> Row:
     return {"role": str(direction.role), "sampled_frac": 1.0, "n_clusters": n_lines, **total.to_dict(), **outputs}
 
 
-def _whatif_rows(direction: _Direction, weight: Weight, settings: MeasureSettings) -> Iterator[Row]:
+def _whatif_rows(direction: _Direction, weight: Weight, settings: ScanSettings) -> Iterator[Row]:
     total = direction.total
     if not direction.sample or total is None:
         return
@@ -154,5 +146,5 @@ def _whatif_rows(direction: _Direction, weight: Weight, settings: MeasureSetting
 
 
 def _scaled(sample: float, base: float, total: float, expansion: float) -> float:
-    """The ratio estimator; plain expansion where the uncorrected sample has no error (weights on the grid)."""
+    """Apply the ratio estimator; plain expansion where the uncorrected sample has no error (weights on the grid)."""
     return sample / base * total if base > 0 else sample * expansion

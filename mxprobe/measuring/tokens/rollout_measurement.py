@@ -1,0 +1,81 @@
+"""A generation and the training forwards of its tokens, as rows of `rollouts`, `routing_flips`, `layers`, `signals`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from mxprobe.events import LOGPROBS, Event, Tell
+from mxprobe.measuring.operands.snapshot import event_now
+from mxprobe.measuring.replay.paths import layer_rows
+from mxprobe.measuring.replay.residuals import Difference
+from mxprobe.measuring.tokens.flips import Flips
+from mxprobe.measuring.tokens.generation import Generation
+from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up
+from mxprobe.measuring.tokens.mismatch import ALL, rollout_rows, signal_values
+from mxprobe.schema import TableRow
+
+SOURCE = "mxprobe"
+
+
+GENERATION = "generation"
+"""`source` of rows that come from a generation in this process."""
+
+
+class Measurement:
+    """A generation and its training forwards; `rows` waits for the device and belongs to the worker."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        scored: Sequence[Scored],
+        step: int,
+        streams: Sequence[tuple[str, int, Difference, float]] = (),
+        flips: Flips | None = None,
+    ) -> None:
+        self.device = generation.prompt.device
+        self.ready = event_now(self.device)
+        self._generation = generation
+        self._scored = scored
+        self._streams = list(streams)
+        self._flips = flips
+        self._step = step
+        self._time_ns = time.time_ns()
+
+    def rows(self, tell: Tell) -> list[TableRow]:
+        generation, when = self._generation, {"step": self._step, "time_ns": self._time_ns}
+        if generation.unaltered is not None and not bool(generation.unaltered):
+            tell(not_measured("the model returns other logits than its lm_head's (soft cap, scale)"))
+            return []
+        layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
+        return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
+
+    def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:
+        if self._flips is None:
+            return []
+        counted = counted_tokens(generation, self._flips.found)
+        return [("routing_flips", {**when, **row}) for row in self._flips.rows(counted)]
+
+    def _token_rows(self, generation: Generation, when: dict[str, int], tell: Tell) -> list[TableRow]:
+        pairs = pair_up(generation, self._scored, None if self._flips is None else self._flips.anywhere)
+        if not len(pairs.log_prob_rollout):
+            tell(not_measured("none of the generated sequences was in a training batch of the same step"))
+            return []
+        temperature = generation.sampling.temperature
+        words = f"measured at temperature {temperature:g}, as read from the running generate()"
+        tell(Event(LOGPROBS, GENERATION, "measured", {"temperature": temperature}, words))
+        drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
+        rows: list[TableRow] = []
+        for row in rollout_rows(pairs):
+            rows.append(("rollouts", {**when, **drawn, **row}))
+            if row["stratum"] == ALL:
+                shared = {**when, "source": SOURCE, "framework": SOURCE}
+                for key, metric, estimator, value in signal_values(row):
+                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
+                    rows.append(("signals", {**shared, **named}))
+        return rows
+
+
+def not_measured(why: str) -> Event:
+    """Return the event that a generation's log-probabilities are not measured."""
+    return Event(LOGPROBS, GENERATION, "not_measured", text=f"not measured: {why}")
