@@ -22,8 +22,8 @@ import pandas as pd
 import torch
 from torch import nn
 
-from mxprobe.attribution.layers import COMPARISON, FACTOR, Divergence
-from mxprobe.attribution.layers import first_divergence as _first_divergence
+from mxprobe.attribution.layer_divergence import COMPARISON, FACTOR, Divergence
+from mxprobe.attribution.layer_divergence import first_divergence as _first_divergence
 from mxprobe.errors import UsageError
 from mxprobe.measuring.replay.paths import FLOOR, layer_row
 from mxprobe.measuring.replay.residuals import Residuals, blocks_of, difference

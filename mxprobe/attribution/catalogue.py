@@ -20,7 +20,7 @@ from mxprobe.trace.arrow import columns_of
 
 from . import neighbours
 from .recommendation import PaperColumn
-from .updates import update_ratios
+from .update_visibility import update_ratios
 
 NO_REPLAY = "no replay in this trace: attach with --replay-every N"
 OLDER = "this trace was made by an older version"

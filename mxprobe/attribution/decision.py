@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mxprobe.schema import Component, Phase, Verdict
 
 from .component import groups, name_component, operand_errors, where
-from .corrections import KEEP, Situation, choose, score_corrections
+from .correction_scores import KEEP, Situation, choose, score_corrections
 from .measured import FORWARD_ROLES, Array, Measured
 from .recommendation import CorrectionScore, OperandGroup
 from .symptom import (

@@ -19,7 +19,7 @@ from mxprobe_kernels.recipe_grammar import CorrectionKind
 
 from .patterns import exact_patterns
 from .ratios import left_by_corrections
-from .sensitivity import OPERAND, operand_sensitivity
+from .sensitivity_ranks import OPERAND, operand_sensitivity
 
 BF16, MXFP8 = CorrectionKind.KEEP_HIGH_PRECISION.value, CorrectionKind.MXFP8.value
 EXACT, DELTA2, OUTPUT_ERROR = "exact", "delta2", "output_error"

@@ -15,8 +15,8 @@ import pandas as pd
 
 from mxprobe.schema import Phase
 
-from .replays import PLAIN, ratio_of
-from .rollouts import all_tokens
+from .replay_effects import PLAIN, ratio_of
+from .token_mismatch import all_tokens
 
 MOST = 0.5
 """Part of the Linears reproduced exactly that must round as the arm does."""

@@ -19,8 +19,8 @@ from mxprobe.trace.aggregation import BIN, Aggregation
 from mxprobe_kernels.recipe_grammar import Operand
 
 from .explained import ExplainedMismatch, explained_mismatch
-from .rollouts import Sides, both_sides
-from .sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from .sensitivity_ranks import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from .token_mismatch import Sides, both_sides
 from .windows import last_steps
 
 Array = npt.NDArray[np.float64]

@@ -24,7 +24,7 @@ import pandas as pd
 
 from mxprobe.schema import CODE_BINS, Role
 
-from .rollouts import all_tokens
+from .token_mismatch import all_tokens
 
 N_VALUES = 15
 MIN_DRIFT_STEPS = 8

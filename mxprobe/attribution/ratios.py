@@ -23,7 +23,7 @@ from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Phase
 from mxprobe.trace import Trace
 from mxprobe.trace.aggregation import Aggregation
 
-from .identity import Copies, distinct
+from .rank_copies import Copies, distinct
 
 SHARES = ("zeroed", "saturated", "scale", "deadzone", "grid")
 """Parts of an error: made on such elements alone, and the remainder split."""

@@ -13,10 +13,10 @@ import pandas as pd
 from mxprobe.schema import Role
 from mxprobe.trace import Trace
 
-from . import replays
+from . import replay_effects
 from .ratios import left_by_corrections
-from .replays import PLAIN, Estimate
-from .sensitivity import operand_sensitivity, validity
+from .replay_effects import PLAIN, Estimate
+from .sensitivity_ranks import operand_sensitivity, validity
 
 JSON_SCHEMA = "mxprobe.replay/1"
 _FORWARD = (Role.X_FWD.value, Role.W_FWD.value)
@@ -108,10 +108,10 @@ def replay_summary(trace: Trace) -> ReplaySummary | None:
         estimator=str(forward["estimator"].iloc[0]),
         n_modules=int(forward["n_modules"].max()),
         arms=tuple(_arms(forward, backward, predicted_gains(trace))),
-        kl_split=replays.kl_split(forward),
-        kl_structure=replays.kl_structure(forward),
-        gradient_split=replays.gradient_split(backward),
-        gradient_structure=replays.gradient_structure(backward),
+        kl_split=replay_effects.kl_split(forward),
+        kl_structure=replay_effects.kl_structure(forward),
+        gradient_split=replay_effects.gradient_split(backward),
+        gradient_structure=replay_effects.gradient_structure(backward),
         predicted_kl=float(checked["predicted_kl"].mean()) if len(checked) else None,
         is_valid=bool(checked["is_valid"].mean() > 0.5) if len(checked) else None,
         gradients=tuple(_gradients(backward)),
@@ -139,23 +139,23 @@ def predicted_gains(trace: Trace) -> dict[str, float]:
 
 
 def _arms(forward: pd.DataFrame, backward: pd.DataFrame, predicted: dict[str, float]) -> list[ArmSummary]:
-    errors = replays.gradient_errors(backward)
+    errors = replay_effects.gradient_errors(backward)
     found = [
         ArmSummary(arm, gradient_error=errors.get(arm), predicted_gain=predicted.get(arm), **vars(effect))
-        for arm, effect in replays.arm_effects(forward).items()
+        for arm, effect in replay_effects.arm_effects(forward).items()
     ]
     return sorted(found, key=lambda each: (each.arm != PLAIN, each.kl.value))
 
 
 def _gradients(backward: pd.DataFrame) -> list[ModuleGradient]:
-    effects = replays.gradient_effects(backward[backward["arm"] == PLAIN], ("module",))
+    effects = replay_effects.gradient_effects(backward[backward["arm"] == PLAIN], ("module",))
     names = [field.name for field in fields(ModuleGradient)][1:]
     rows = effects.sort_values("relative_l2", ascending=False).to_dict("records")
     return [ModuleGradient(str(row["module"]), *(float(row[name]) for name in names)) for row in rows]
 
 
 def _operands(probes: pd.DataFrame) -> list[OperandEffect]:
-    rows = replays.gradient_sensitivity(probes).to_dict("records")
+    rows = replay_effects.gradient_sensitivity(probes).to_dict("records")
     return [
         OperandEffect(str(row["module"]), str(row["role"]), str(row["method"]), float(row["relative_l2"]))
         for row in rows

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from .replays import ratio_of
-from .rollouts import all_tokens
+from .replay_effects import ratio_of
+from .token_mismatch import all_tokens
 
 MAX_OFF = 4.0
 _SUMS = ["n_tokens", "sum_u", "sum_u2", "sum_u_d"]

@@ -12,7 +12,7 @@ from mxprobe.schema import Component
 
 from . import ratios
 from .component import name_component
-from .corrections import KEEP, choose, recovery_of, scored
+from .correction_scores import KEEP, choose, recovery_of, scored
 from .intervals import Gain
 from .recommendation import CorrectionScore
 from .thresholds import Thresholds

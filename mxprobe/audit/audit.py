@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from mxprobe.attribution.held import BEHIND, FLIPPED, TURNED, UNKNOWN, HeldVersion, held_versions, held_words
+from mxprobe.attribution.held_versions import BEHIND, FLIPPED, TURNED, UNKNOWN, HeldVersion, held_versions, held_words
 from mxprobe.schema import NOT_COMPARABLE
 from mxprobe.trace import Trace
 
-from .modules import ModuleAudit, SideAudit, module_audits
+from .module_audit import ModuleAudit, SideAudit, module_audits
 from .pitfalls import PITFALLS, Finding
 from .searches import find_pitfalls
 

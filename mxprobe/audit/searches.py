@@ -19,7 +19,7 @@ from mxprobe.trace.event_facts import events_of
 from mxprobe_kernels.formats import Rule
 from mxprobe_kernels.recipe_grammar import Operand
 
-from .modules import ModuleAudit, SideAudit
+from .module_audit import ModuleAudit, SideAudit
 from .pitfalls import PITFALLS, Finding
 
 ROUTERS = ("*router*", "*.gate", "gate", "*shared_expert_gate*")

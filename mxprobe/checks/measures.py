@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.coverage import coverage_of
-from mxprobe.attribution.identity import PLACED
 from mxprobe.attribution.measured import measure
+from mxprobe.attribution.rank_copies import PLACED
 from mxprobe.attribution.ratios import ADDITIVE, operand_ratios, realised_ratios, totals
 from mxprobe.attribution.symptom import mismatch
 from mxprobe.trace import Trace

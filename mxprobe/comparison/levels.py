@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
-from mxprobe.attribution.identity import PLACED
+from mxprobe.attribution.rank_copies import PLACED
 from mxprobe.attribution.ratios import ADDITIVE, operand_ratios, realised_ratios, totals
 from mxprobe.attribution.trends import Change, Level, level, level_change, mann_kendall, paired_change
 from mxprobe.metrics import METRICS

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mxprobe.attribution.experts import Mixture, Standout
+from mxprobe.attribution.mixture import Mixture, Standout
 
 from .markup import Html, basis, card, number, percent, scope, table, tag
 from .names import ROLE_LABELS, natural_key

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mxprobe.attribution.gradients import MAX_SAMPLING_NOISE, MIN_HALF_COSINE, gradient_ratios
+from mxprobe.attribution.gradient_ratios import MAX_SAMPLING_NOISE, MIN_HALF_COSINE, gradient_ratios
 from mxprobe.schema import COMPONENTS
 
 from .rows import Rows

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from mxprobe.attribution.rollouts import of_one_source
+from mxprobe.attribution.token_mismatch import of_one_source
 
 from .markup import Html, basis, card, number, percent, scope, table, tag
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mxprobe.attribution.identity import PLACED
+from mxprobe.attribution.rank_copies import PLACED
 from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, output_ratios, totals
 from mxprobe.schema import Role
 from mxprobe.trace import Trace

@@ -12,8 +12,8 @@ import pytest
 from mxprobe.attribution import Thresholds, recommend
 from mxprobe.attribution.decision import Decision, Reason, decide
 from mxprobe.attribution.measured import Measured, measure
-from mxprobe.attribution.rollouts import SUMS, Behind, LogProbs, Sides, behind_words, log_probs_of, modules_behind
 from mxprobe.attribution.sentences import headline, what_would_change
+from mxprobe.attribution.token_mismatch import SUMS, Behind, LogProbs, Sides, behind_words, log_probs_of, modules_behind
 from mxprobe.schema import Verdict
 from mxprobe.trace import TraceWriter, open_trace
 from tests.synthetic import HEALTHY, OUTLIERS, write_trace

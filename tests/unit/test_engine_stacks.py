@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.attribution.held import HeldVersion, held_versions
+from mxprobe.attribution.held_versions import HeldVersion, held_versions
 from mxprobe.audit import audit
 from mxprobe.engines import held_weights, record_weights
 from mxprobe.measuring.engines import stacks

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
-from mxprobe.attribution import experts, recommend, weight_changes
+from mxprobe.attribution import mixture, recommend, weight_changes
 from mxprobe.audit import audit, searches
 from mxprobe.cli import main
 from mxprobe.events import TEMPLATES, Event
@@ -87,12 +87,12 @@ def test_no_finding_reads_the_words(old: Path, blank: Path, monkeypatch: pytest.
         read.add(kind)
         return event_facts.events_of(rows, kind)
 
-    for module in (searches, weight_changes, experts, quality):
+    for module in (searches, weight_changes, mixture, quality):
         monkeypatch.setattr(module, "events_of", spy)
     with_words, without = open_trace(old), open_trace(blank)
     assert set(without.events()["detail"]) == {""}
     assert findings(without) == findings(with_words) == SAID
-    assert experts.Mixture.of(without).told == experts.Mixture.of(with_words).told
+    assert mixture.Mixture.of(without).told == mixture.Mixture.of(with_words).told
     for path in (old, blank):
         page = path.with_suffix(".html")
         assert CliRunner().invoke(main, ["report", str(path), "-o", str(page)]).exit_code == 0

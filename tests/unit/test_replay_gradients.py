@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.attribution.replays import (
+from mxprobe.attribution.replay_effects import (
     arm_effects,
     gradient_effects,
     gradient_errors,

@@ -5,7 +5,7 @@
 An update smaller than the distance to the next rounding boundary changes no code, and one that crosses it changes the
 policy by a whole grid step: what arrives is dQ. An element that goes back to the value it had one version earlier
 oscillates (TetraJet, arXiv 2502.20853: R_w = sum |dQ| / sum |dW| over a window; elements near a boundary are those that
-will). Ratios are derived in `mxprobe.attribution.updates`.
+will). Ratios are derived in `mxprobe.attribution.update_visibility`.
 """
 
 from __future__ import annotations

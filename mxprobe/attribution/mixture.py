@@ -22,7 +22,7 @@ from mxprobe.trace import Trace
 from mxprobe.trace.chunks import chunks
 from mxprobe.trace.event_facts import events_of
 
-from .rollouts import of_one_source
+from .token_mismatch import of_one_source
 
 Place = tuple[str, str, str, int, str]
 """Module, role, phase, rank, measure."""

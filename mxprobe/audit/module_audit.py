@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from mxprobe.attribution.rollouts import modules_behind
+from mxprobe.attribution.token_mismatch import modules_behind
 from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 from mxprobe_kernels.recipe_grammar import NONE

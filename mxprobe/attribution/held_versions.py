@@ -18,7 +18,7 @@ import pandas as pd
 from mxprobe.schema import AS_HELD, NOT_COMPARABLE, TRANSPOSED, WEIGHT_CODES, Phase
 from mxprobe.trace import Trace
 
-from .versions import Version, Versions
+from .trainer_versions import Version, Versions
 
 CURRENT, BEHIND, TURNED, FLIPPED, UNKNOWN = "current", "behind", "transposed", "flipped", "unknown"
 BETWEEN = "between"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .gradients import error_ratios
+from .gradient_ratios import error_ratios
 from .intervals import ratio_and_half
 
 PLAIN, CONTROLS = "q", ("noise", "flip")

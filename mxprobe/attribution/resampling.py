@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from .corrections import held_out
+from .correction_scores import held_out
 from .decision import Decision, decide
 from .measured import Measured
 from .recommendation import Agreement, CorrectionScore
