@@ -35,15 +35,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mxprobe.attach import MECHANISMS
 from mxprobe.attach.elf import PAGE_BYTES, read_maps
 from mxprobe.attach.group import AttachOptions, Group
 from mxprobe.attach.payload import BEGINNING
 from mxprobe.attach.process import look_up
-from mxprobe.attach.progress import Board, Progress
+from mxprobe.attach.progress import Progress
 from mxprobe.errors import AttachError
 from mxprobe.protocol import AgentConfig
 
-MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
 STUCK_S = 20.0
 ATTACHED_S = 0.25
 TARGETS = Path(__file__).with_name("cycle_targets.py")
@@ -210,7 +210,7 @@ def cycle(pids: Sequence[int], trace: Path, result: Result) -> None:
     options = AttachOptions(trace, config, duration_s=ATTACHED_S, via=result.mechanism)
     processes = {f"rank {rank}": look_up(pid) for rank, pid in enumerate(pids)}
     try:
-        Group(processes, options, Board(Progress(io.StringIO()))).run()
+        Group(processes, options, Progress(io.StringIO())).run()
     except AttachError as error:
         result.refused += 1
         print(error, file=sys.stderr)

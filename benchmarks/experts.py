@@ -19,9 +19,9 @@ import torch
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.probes.experts_probe import ExpertsProbe
-from mxprobe.measuring.adapters.structure import expert_parameters
-from mxprobe.measuring.moe.behaviour import OutputState
-from mxprobe.measuring.moe.expert_rows import measure_experts
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 
 HIDDEN, WIDTH, TOP_K, TOKENS = 256, 128, 2, 1024
@@ -95,9 +95,8 @@ def _row(n_experts: int, implementation: str, pairs: int) -> str:
             probe.finish_step()
             probe.forget()
     started = time.perf_counter()
-    for snapshot in sent[:2]:
-        for _ in measure_experts(snapshot, AgentConfig(), state=OutputState()):
-            pass
+    for _ in measure_step(sent[:2], AgentConfig(), recipes={}, history=WeightHistory()):
+        pass
     beside_s = time.perf_counter() - started
     plain_s, outside_s, probed_s = map(statistics.median, (plain, outside, probed))
     shares = [f"{100 * (each / plain_s - 1):+.0f} %" for each in (outside_s, probed_s)]

@@ -33,10 +33,10 @@ from mxprobe.attribution import Thresholds, recommend
 from mxprobe.demo.runner import Scenario, job_command, read_steps, running
 from mxprobe.measuring.replay.arms import DEFAULT_ARMS, FORWARD_ROLES, arm_product, quantizer, replay_arms, run_arm
 from mxprobe.measuring.replay.backward import WeightGradients
-from mxprobe.measuring.replay.call import capture, forward, replayed
+from mxprobe.measuring.replay.captured_call import capture, forward, replayed
 from mxprobe.measuring.replay.gradient_probes import ROLES, probe_gradients
-from mxprobe.measuring.replay.linears import Intercept
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.interception import intercepted
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, measure_sensitivity
 from mxprobe.trace import open_trace
 from mxprobe_kernels import apply_correction, decompose
@@ -138,7 +138,7 @@ def wider(calls: list[Any], modules: Any) -> None:
     operands = {(module, role) for module, role, _ in found}
     own = sum(found[(*key, "mxfp8")] for key in operands)
     by_output = 0.0
-    with replayed(calls[0], gradient=True), Intercept(modules, record=modules) as intercept:
+    with replayed(calls[0], gradient=True), intercepted(modules, record=modules) as intercept:
         forward(calls[0])
     for recorded in intercept.calls:
         assert recorded.x is not None

@@ -33,7 +33,7 @@ from typing import Any
 
 from mxprobe.attach.group import AttachOptions, Group
 from mxprobe.attach.process import look_up
-from mxprobe.attach.progress import Board, Progress
+from mxprobe.attach.progress import Progress
 from mxprobe.protocol import AgentConfig
 
 CONFIG = AgentConfig(every=5, weights_every=20, sensitivity_every=50, record=True, max_overhead=0.03)
@@ -161,7 +161,7 @@ def slope(values: Sequence[float], without: float = 0.1) -> tuple[float, float]:
 
 def attach_once(pid: int, trace: Path, duration_s: float, result: Result) -> None:
     options = AttachOptions(trace, CONFIG, duration_s=duration_s)
-    Group({"job": look_up(pid)}, options, Board(Progress(io.StringIO()))).run()
+    Group({"job": look_up(pid)}, options, Progress(io.StringIO())).run()
     agent = json.loads((trace / "run.json").read_text())["agent"]
     result.errors += agent["n_errors"]
     result.dropped += agent["n_dropped"]

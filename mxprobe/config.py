@@ -33,8 +33,8 @@ SECTIONS = ("attach", "verdict", "check")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 _LAYERS = "layers"
-_AGENT = AgentConfig()
-
+_KEYS_FILE = Path(__file__).with_name("config_keys.toml")
+_CHOICES = {kind.__name__: [each.value for each in kind] for kind in (Rule, Role, Verdict)}
 _WANTED = {
     "int": "a whole number of 0 or more",
     "float": "a number of 0 or more",
@@ -47,16 +47,16 @@ Value = int | float | str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Key:
-    """One setting. `kind` is int, float, str or list (of strings); None as a default means "not set"."""
+    """One setting, as `config_keys.toml` describes it. None as a default means "not set"."""
 
     section: str
     name: str
     kind: str
     default: Value
-    help: str
+    help: str = ""
     per_module: bool = False
-    """Whether `[check.layers."GLOB"]` may override it."""
-    choices: tuple[str, ...] = ()
+    choices: str = ""
+    """The enumeration whose values it takes; any value if empty."""
 
     @property
     def path(self) -> str:
@@ -68,89 +68,55 @@ class Key:
         return f"MXPROBE_{self.section}_{self.name}".upper()
 
     def parse(self, value: Any, where: str) -> Value:
-        """`value` from TOML, or text from the environment or the command line. UsageError says what was wanted."""
-        parsed = self._from_text(value) if isinstance(value, str) else self._from_toml(value)
-        if parsed is None:
-            raise UsageError(f"{where}: {self.path} = {value!r} is not {_WANTED[self.kind]}")
-        items = parsed if isinstance(parsed, tuple) else (parsed,)
-        for item in items if self.choices else ():
-            if item not in self.choices:
+        """Convert a value of TOML, or text of the environment or the command line. UsageError says what was wanted."""
+        try:
+            parsed = self._convert(value)
+        except ValueError:
+            raise UsageError(f"{where}: {self.path} = {value!r} is not {_WANTED[self.kind]}") from None
+        choices = _CHOICES.get(self.choices, [])
+        for item in parsed if isinstance(parsed, tuple) else (parsed,):
+            if choices and item not in choices:
                 raise UsageError(
-                    f"{where}: {self.path} does not know {item!r}{_nearest(str(item), self.choices)}",
-                    remedy=f"use one of: {', '.join(self.choices)}",
+                    f"{where}: {self.path} does not know {item!r}{_nearest(str(item), choices)}",
+                    remedy=f"use one of: {', '.join(choices)}",
                 )
         return parsed
 
-    def _from_text(self, text: str) -> Value:
-        if self.kind == "str":
-            return text
+    def _convert(self, value: Any) -> Value:
+        """Return the value in the kind of this key. ValueError where it is of another kind."""
+        if self.kind == "str" and isinstance(value, str):
+            return value
         if self.kind == "list":
-            return tuple(part.strip() for part in text.split(",") if part.strip())
-        try:
-            return self._from_toml(int(text) if self.kind == "int" else float(text))
-        except ValueError:
-            return None
-
-    def _from_toml(self, value: Any) -> Value:
-        if self.kind == "list":
-            ok = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            return tuple(value) if ok else None
-        if isinstance(value, bool) or not isinstance(value, int if self.kind == "int" else (int, float)):
-            return None
-        if not (math.isfinite(value) and value >= 0):
-            return None
-        return value if self.kind == "int" else float(value)
+            items = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+            if isinstance(items, list) and all(isinstance(item, str) for item in items):
+                return tuple(items)
+        if self.kind in ("int", "float") and not isinstance(value, bool):
+            takes = (int, str) if self.kind == "int" else (int, float, str)
+            number = (int if self.kind == "int" else float)(value) if isinstance(value, takes) else math.nan
+            if math.isfinite(number) and number >= 0:
+                return number
+        raise ValueError
 
 
-def _attach(name: str, kind: str, default: Value, help: str, choices: tuple[str, ...] = ()) -> Key:
-    return Key("attach", name, kind, default, help, choices=choices)
-
-
-def _check(name: str, kind: str, help: str, *, per_module: bool = False, choices: tuple[str, ...] = ()) -> Key:
-    return Key("check", name, kind, None, help, per_module, choices)
-
-
-_ATTACH_KEYS = (
-    _attach("every", "int", _AGENT.every, "probe every N-th step"),
-    _attach("weights_every", "int", _AGENT.weights_every, "decompose the weights every N-th step"),
-    _attach("sensitivity_every", "int", _AGENT.sensitivity_every, "replay a microbatch for sensitivities; 0: never"),
-    _attach("replay_every", "int", _AGENT.replay_every, "replay a microbatch under other roundings; 0: never"),
-    _attach("layers", "list", _AGENT.layers, "globs over module names to probe"),
-    _attach("rule", "str", _AGENT.rule, "scale rule errors are measured for", tuple(rule.value for rule in Rule)),
-    _attach("max_overhead", "float", None, "share of the step time that the probe may cost; 0: no limit"),
-    _attach("max_gpu_memory", "int", _AGENT.max_gpu_memory, "bytes of the GPU that the probe may take; 0: no limit"),
-    _attach("step_timeout", "float", _AGENT.step_timeout_s, "seconds to wait for a first step"),
-)
-_CHECK_KEYS = (
-    _check("max_nmse", "float", "error of a tensor, ||Q(x) - x||^2 / ||x||^2", per_module=True),
-    _check("max_output_error", "float", "error one operand puts into its GEMM's output, squared", per_module=True),
-    _check("max_zero_frac", "float", "share of non-zero elements rounded to zero", per_module=True),
-    _check("max_saturated_frac", "float", "share of elements beyond the largest value", per_module=True),
-    _check("max_realised_error", "float", "measured output error of a module, any phase, squared", per_module=True),
-    _check("roles", "list", "operands that the limits apply to; all if not set", choices=tuple(r.value for r in Role)),
-    _check("max_mismatch", "float", "median |realised error in rollout - in training|"),
-    _check("max_nonfinite", "int", "infinite or NaN elements met, all operands together"),
-    _check("min_coverage", "float", "share of forward GEMM FLOPs that was probed"),
-    _check("min_steps", "int", "probed steps"),
-    _check("max_overhead", "float", "share of the step time spent in the probe"),
-    _check("max_dropped", "int", "rows given up because the queue was full"),
-    _check("allow_verdicts", "list", "verdicts that pass", choices=tuple(v.value for v in Verdict)),
-)
+_DEFAULTS = {**asdict(AgentConfig()), "max_overhead": None, "step_timeout": AgentConfig.step_timeout_s}
+_KEYS = {
+    section: tuple(
+        Key(section, name, default=_DEFAULTS.get(name) if section == "attach" else None, **described)
+        for name, described in keys.items()
+    )
+    for section, keys in tomllib.loads(_KEYS_FILE.read_text(encoding="utf-8")).items()
+}
 
 
 @cache
-def _verdict_keys() -> tuple[Key, ...]:
+def keys_of(section: str) -> tuple[Key, ...]:
+    """Return the keys of a section, in the order they are shown."""
+    if section != "verdict":
+        return _KEYS[section]
     from mxprobe.attribution.thresholds import Thresholds
 
     kinds = {int: "int", float: "float", str: "str"}
-    return tuple(Key("verdict", name, kinds[type(value)], value, "") for name, value in asdict(Thresholds()).items())
-
-
-def keys_of(section: str) -> tuple[Key, ...]:
-    """The keys of a section, in the order they are shown."""
-    if section == "verdict":
-        return _verdict_keys()
-    return _ATTACH_KEYS if section == "attach" else _CHECK_KEYS
+    return tuple(Key(section, name, kinds[type(value)], value) for name, value in asdict(Thresholds()).items())
 
 
 @dataclass(frozen=True)
@@ -164,7 +130,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class LayerOverride:
-    """Limits for the modules whose name matches `glob`; of several, a later one wins key by key."""
+    """Limits for the modules whose name matches `glob`. Where several match, a later one wins key by key."""
 
     glob: str
     limits: dict[str, float]
@@ -173,24 +139,24 @@ class LayerOverride:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is in force, with sources."""
+    """The settings in force, with their sources."""
 
     settings: tuple[Setting, ...]
     overrides: tuple[LayerOverride, ...]
     files: tuple[Path, ...]
 
     def section(self, name: str) -> dict[str, Value]:
-        """Key -> value of one section."""
+        """Return key -> value of one section."""
         return {each.key.name: each.value for each in self.settings if each.key.section == name}
 
     def thresholds(self) -> Thresholds:
-        """`[verdict]` as the verdict engine takes it."""
+        """Return `[verdict]` as the verdict engine takes it."""
         from mxprobe.attribution.thresholds import Thresholds
 
         return Thresholds().replace(**self.section("verdict"))
 
     def command_defaults(self, section: str) -> dict[str, Any]:
-        """What click should take as defaults of that command: the values that something set."""
+        """Return the values that something set, for click to take as defaults of that command."""
         chosen = [each for each in self.settings if each.key.section == section and each.source != DEFAULT]
         return {each.key.name: list(each.value) if isinstance(each.value, tuple) else each.value for each in chosen}
 
@@ -203,23 +169,21 @@ def load(
     start: Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Read files and environment.
+    """Read the settings from files, the environment and the command line.
 
     Args:
         config: this file instead of those found from `start` (default: the working directory) upwards.
         assignments: `section.key=value` from the command line; without a section, the last that has such a key.
-        sections: those to read; the others are not looked at.
-        environ: default `os.environ`.
+        sections: the sections to read; the others are not looked at.
+        environ: environment variables; default `os.environ`.
 
     Raises:
         UsageError: unreadable file, unknown key (with the nearest known one), value of the wrong kind.
     """
-    files = _found(start or Path.cwd()) if config is None else (config,)
-    known = {key.path: key for section in sections for key in keys_of(section)}
-    settings = {path: Setting(key, key.default, DEFAULT) for path, key in known.items()}
+    settings = {key.path: Setting(key, key.default, DEFAULT) for section in sections for key in keys_of(section)}
     overrides: list[LayerOverride] = []
     used: list[Path] = []
-    for file in files:
+    for file in _found(start or Path.cwd()) if config is None else (config,):
         data = _read(file)
         if data is None:
             continue
@@ -231,7 +195,7 @@ def load(
                 raise UsageError(f"{file}: {section} is not a table", remedy=f"write [{section}] and keys below it")
             for name, value in table.items():
                 if section == "check" and name == _LAYERS:
-                    overrides = [*overrides, *_overrides(value, file)]
+                    overrides += _overrides(value, file)
                     continue
                 key = _key(section, name, str(file))
                 settings[key.path] = Setting(key, key.parse(value, str(file)), str(file))
@@ -244,7 +208,7 @@ def load(
 
 
 def _found(start: Path) -> tuple[Path, ...]:
-    """The two files of the nearest directory that has one with settings, pyproject first: the later one wins."""
+    """Return the files of the nearest directory that has one with settings, pyproject first: the later one wins."""
     for directory in (start.absolute(), *start.absolute().parents):
         here = [path for name in (PYPROJECT_FILE, CONFIG_FILE) if (path := directory / name).is_file()]
         if any(path.name == CONFIG_FILE or _read(path) is not None for path in here):
@@ -253,7 +217,7 @@ def _found(start: Path) -> tuple[Path, ...]:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The settings in a file; None for a pyproject.toml without any."""
+    """Return the settings in a file; None for a pyproject.toml without any."""
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -271,11 +235,11 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _check_sections(data: dict[str, Any], file: Path) -> None:
-    for name in data:
+    for name, table in data.items():
         if name not in SECTIONS:
             raise UsageError(
                 f"{file}: unknown section [{name}]{_nearest(name, SECTIONS)}",
-                cause="a key outside of a section" if not isinstance(data[name], dict) else "a typing error",
+                cause="a typing error" if isinstance(table, dict) else "a key outside of a section",
                 remedy=f"use one of: {', '.join(f'[{section}]' for section in SECTIONS)}",
             )
 
@@ -300,11 +264,8 @@ def _overrides(table: Any, file: Path) -> list[LayerOverride]:
         )
     found: list[LayerOverride] = []
     for glob, limits in table.items():
-        parsed: dict[str, float] = {}
-        for name, value in limits.items():
-            number = _key("check", name, str(file), per_module=True).parse(value, f"{file}, {glob}")
-            if isinstance(number, (int, float)):  # per-module keys are all numbers
-                parsed[name] = float(number)
+        keys = [_key("check", name, str(file), per_module=True) for name in limits]  # all of them numbers
+        parsed: dict[str, Any] = {key.name: key.parse(limits[key.name], f"{file}, {glob}") for key in keys}
         found.append(LayerOverride(glob, parsed, str(file)))
     return found
 

@@ -17,6 +17,7 @@ from mxprobe.attribution import ratios, words
 from mxprobe.attribution.gaussian import gaussian_reference
 from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.attribution.thresholds import Thresholds
+from mxprobe.numbers import number, percent
 from mxprobe.schema import Component, Rule
 from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, DEFAULT_WHATIFS
 
@@ -56,7 +57,8 @@ class Diagnosis:
     def summary(self) -> str:
         """Two sentences."""
         if self.component is Component.NONE:
-            return f"Clean: the error is {self.nmse:.1e} of the energy ({self.sqnr_db:.1f} dB). No correction needed."
+            level = f"{number(self.nmse)} of the energy ({self.sqnr_db:.1f} dB)"
+            return f"Clean: the error is {level}. No correction needed."
         named = ", ".join(words.correction_words(name) for name in self.candidates)
         advice = f"undecided between {named}" if self.correction == UNDECIDED else named
         return (
@@ -73,10 +75,10 @@ class Diagnosis:
     def _facts(self) -> list[tuple[str, str]]:
         facts = [
             ("rule", self.rule),
-            ("NMSE", f"{self.nmse:.3e}"),
-            ("zeroed", f"{words.percent(self.zero_frac)} (Gaussian {words.percent(self.gaussian_zero_frac)})"),
+            ("NMSE", number(self.nmse)),
+            ("zeroed", f"{percent(self.zero_frac)} (Gaussian {percent(self.gaussian_zero_frac)})"),
         ]
-        facts += [(name, words.percent(self.shares[name])) for name in ("scale", "deadzone", "grid", "saturated")]
+        facts += [(name, percent(self.shares[name])) for name in ("scale", "deadzone", "grid", "saturated")]
         if self.n_nonfinite:
             facts.append(("non-finite", str(self.n_nonfinite)))
         return facts

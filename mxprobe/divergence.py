@@ -25,8 +25,8 @@ from torch import nn
 from mxprobe.attribution.layer_divergence import COMPARISON, FACTOR, Divergence
 from mxprobe.attribution.layer_divergence import first_divergence as _first_divergence
 from mxprobe.errors import UsageError
-from mxprobe.measuring.replay.paths import FLOOR, layer_row
-from mxprobe.measuring.replay.residuals import Residuals, blocks_of, difference
+from mxprobe.measuring.replay.floor import FLOOR
+from mxprobe.measuring.replay.residual_stream import LayerDifference, blocks_of, difference, layer_rows, sketched
 
 _TOKENS, _EPS, _BLOCK = "tokens", "eps", "block:"
 
@@ -61,11 +61,11 @@ def sketch(model: nn.Module, input_ids: torch.Tensor, **arguments: Any) -> Sketc
             cause="no nn.ModuleList in it",
             remedy="give the transformer itself, not a wrapper that hides it",
         )
-    with Residuals(model) as residuals:
+    with sketched(model) as found:
         model(input_ids, **arguments)
     digest = hashlib.blake2b(input_ids.detach().cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-    blocks = {name: value.cpu().numpy() for name, value in residuals.sketches.items()}
-    return Sketches(blocks, digest, torch.finfo(residuals.dtype).eps)
+    blocks = {name: value.cpu().numpy() for name, value in found.of.items()}
+    return Sketches(blocks, digest, torch.finfo(found.dtype).eps)
 
 
 def load(path: str | Path) -> Sketches:
@@ -99,10 +99,11 @@ def first_divergence(
             cause="the batches differ, or their padding does",
             remedy="give both arms the same input_ids",
         )
-    rows: list[dict[str, Any]] = []
+    found: list[LayerDifference] = []
     for comparison, other in zip((COMPARISON, FLOOR), others, strict=False):
         for depth, (name, values) in enumerate(a.blocks.items()):
             if name in other.blocks and other.blocks[name].shape == values.shape:
                 made = difference(torch.from_numpy(values), torch.from_numpy(other.blocks[name]))
-                rows.append({"step": 0, **layer_row(name, depth, comparison, made, max(a.eps, other.eps))})
+                found.append(LayerDifference(name, depth, comparison, made, max(a.eps, other.eps)))
+    rows = [{"step": 0, **row} for row in layer_rows(found)]
     return _first_divergence(pd.DataFrame(rows), factor=factor) if rows else None

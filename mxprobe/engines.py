@@ -121,7 +121,7 @@ def record_log_probs(
     """
     import torch
 
-    from mxprobe.measuring.tokens.mismatch import ALL, Pairs, rollout_rows, signal_values
+    from mxprobe.measuring.tokens.mismatch import Pairs, table_rows
 
     if len(outputs) != len(log_probs):
         raise UsageError(f"{len(outputs)} outputs and log-probabilities of {len(log_probs)} responses")
@@ -150,14 +150,8 @@ def record_log_probs(
     )
     when = {"step": step, "time_ns": time.time_ns()}
     tables: dict[str, list[Row]] = {"rollouts": [], "signals": []}
-    for row in rollout_rows(pairs):
-        tables["rollouts"].append({**when, "source": SOURCE, "temperature": 1.0, "dtype": "", **row})
-        if row["stratum"] == ALL:
-            tables["signals"] += [
-                {**when, "source": f"mxprobe[{SOURCE}]", "framework": "mxprobe", "raw_key": key}
-                | {"metric": metric, "estimator": estimator, "value": value}
-                for key, metric, estimator, value in signal_values(row)
-            ]
+    for table, row in table_rows(pairs, when, SOURCE, signal_source=f"mxprobe[{SOURCE}]", temperature=1.0, dtype=""):
+        tables[table].append(row)
     return _write(Path(out), {0: tables})
 
 

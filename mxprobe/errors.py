@@ -11,7 +11,7 @@ EXIT_PIPE = 141
 
 
 class MxprobeError(Exception):
-    """Base of every error a user sees. `str()` is the whole message."""
+    """Base of every error that a user sees. `str()` is the whole message."""
 
     exit_code = EXIT_USAGE
 

@@ -54,15 +54,14 @@ def listen() -> Optional[str]:
 
 
 def base_directories(environ: Mapping[str, str]) -> Iterator[str]:
-    """Where a private directory may be, best first. Job and command may see different environments."""
+    """Yield where a private directory may be, best first. Job and command may see different environments."""
     yield from filter(None, (environ.get("XDG_RUNTIME_DIR"), environ.get("TMPDIR"), "/tmp", f"/run/user/{os.getuid()}"))
 
 
 def private_directory(environ: Mapping[str, str], *, reserve_bytes: int) -> str:
-    """`BASE/mxprobe-UID`, created 0700 and verified, with room for `reserve_bytes` more of a socket's path.
+    """Return `BASE/mxprobe-UID`, created 0700 and verified, with room for `reserve_bytes` more of a socket's path.
 
-    Raises PermissionError where every base has no such directory, or one that is a link, another user's or open to
-    others.
+    PermissionError where no base takes such a directory, or has one that is a link, another user's or open to others.
     """
     problems = []
     for base in base_directories(environ):
@@ -84,7 +83,7 @@ def private_directory(environ: Mapping[str, str], *, reserve_bytes: int) -> str:
 
 
 def is_private(path: str) -> bool:
-    """True for a real directory of this user's that nobody else may enter."""
+    """Return True for a real directory of this user's that nobody else may enter."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -93,7 +92,7 @@ def is_private(path: str) -> bool:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end of a Unix socket, as the kernel recorded them."""
+    """Return (pid, uid) of the process at the other end of a Unix socket, as the kernel recorded them."""
     import struct
 
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -188,7 +187,7 @@ def _close() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: the socket and its path are the parent's."""
+    """Close the socket in a forked child: it and its path are the parent's."""
     global _active
     if _active is not None:
         _active[0].close()

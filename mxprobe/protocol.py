@@ -47,9 +47,6 @@ VERBS = frozenset(
 
 Frame = dict[str, Any]
 
-MECHANISMS = ("listener", "remote_exec", "ptrace", "gdb")
-"""Ways into a process, in the order in which they are tried."""
-
 
 class ProtocolError(Exception):
     """The peer sent something that is not a frame of this protocol."""
@@ -57,7 +54,7 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What the controller asks of the agent. Travels as JSON in the `attach` frame."""
+    """What the controller asks of the agent. It travels as JSON in the `attach` frame."""
 
     every: int = 50
     """Probe every N-th optimizer step (X, G, realised output error)."""
@@ -116,7 +113,7 @@ class AgentConfig:
 
 
 def encode(frame: Frame) -> bytes:
-    """Length-prefixed bytes of a frame. Floats keep all digits; NaN and infinities survive."""
+    """Return the length-prefixed bytes of a frame. Floats keep all digits; NaN and infinities survive."""
     body = json.dumps(frame, separators=(",", ":")).encode()
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -131,7 +128,7 @@ def send_frame(sock: socket.socket, frame: Frame) -> int:
 
 
 def recv_frame(sock: socket.socket) -> Optional[Frame]:
-    """The next frame, or None at a clean end of stream. ProtocolError on anything malformed."""
+    """Return the next frame, or None at a clean end of stream. ProtocolError on anything malformed."""
     head = _recv_exactly(sock, 4)
     if head is None:
         return None

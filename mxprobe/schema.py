@@ -354,7 +354,7 @@ TABLES: dict[str, Columns] = {
         ("err2", "float64"),  # ||their change||^2
     ),
     # Do updates reach the quantized policy? Between two versions of the watched weights of a module, of neighbouring
-    # steps where there are: see mxprobe.measuring.versions.updates.
+    # steps where there are: see mxprobe.measuring.versions.weight_updates.
     "updates": (
         ("step", "int64"),
         ("time_ns", "int64"),
@@ -375,7 +375,7 @@ TABLES: dict[str, Columns] = {
         ("sum_abs_dw", "float64"),
         ("sum_abs_dq", "float64"),
     ),
-    # The residual stream behind each block, the same tokens in two forwards: see mxprobe.measuring.replay.paths.
+    # The residual stream behind each block, the same tokens in two forwards: see mxprobe.measuring.replay.floor.
     "layers": (
         *_WHEN,
         ("layer", "dict"),

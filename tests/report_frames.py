@@ -1,10 +1,11 @@
 """Frames of a believable run for the report's tests: numbers drawn once, sums made to satisfy the identities."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from mxprobe.attribution import (
     Agreement,
@@ -18,6 +19,7 @@ from mxprobe.attribution import (
     Thresholds,
 )
 from mxprobe.schema import DELTA_BINS, TABLES, Component, Role, Verdict
+from mxprobe.trace.arrow import conform
 from mxprobe_reports import Inputs, Rows
 
 KINDS = (
@@ -321,7 +323,16 @@ def rollouts(steps: Sequence[int], *, abs_d: float = 0.2) -> pd.DataFrame:
 
 
 def rows_of(table: str, data: pd.DataFrame) -> Rows:
-    return Rows.of_frame(table, data)
+    """A frame with the table's columns as `Inputs` reads it."""
+
+    def read(columns: Collection[str]) -> Iterator[Any]:
+        if data.empty:
+            return
+        present = data[[name for name in data.columns if name in columns]]
+        piece = conform(pa.Table.from_pandas(present, preserve_index=False), table, columns)
+        yield piece.append_column("rank", pa.array(data["rank"].to_numpy().astype(np.int32)))
+
+    return Rows(read)
 
 
 def inputs(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: Any) -> Inputs:
@@ -330,14 +341,14 @@ def inputs(n_layers: int = 2, n_steps: int = 240, every: int = 20, **overrides: 
     probed = list(range(every, n_steps + 1, every))
     given = {name: overrides.pop(name) for name in TABLES if name in overrides}
     frames = tables(n_layers, n_steps, every, names=names, **given)
-    large: dict[str, Any] = {
-        name: rows_of(name, frames.pop(name))
-        for name in ("tensors", "outputs", "whatif", "gradients")
-        if name in frames
-    }
+    others = ("gradients", "sensitivity", "replays", "rollouts")
+    frames = {**{name: frame(name, {}) for name in others}, **frames}
+    large = {name: rows_of(name, frames.pop(name)) for name in ("tensors", "outputs", "whatif", "gradients")}
     fields: dict[str, Any] = {
         **large,
         **frames,
+        "problems": (),
+        "mixture": None,
         "name": "demo.mxprobe",
         "recommendation": recommendation(names, n_steps=len(probed)),
         "run": {

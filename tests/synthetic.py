@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from mxprobe.measuring.operands.operand import Operand, measure_operand
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.measuring.recipes import Call, infer_recipe, quantize
 from mxprobe.metrics import canonicalize
-from mxprobe.schema import OUTPUT_SUMS, Phase, Role
+from mxprobe.schema import Phase, Role
 from mxprobe.trace import TraceWriter
-from mxprobe_kernels import apply_correction, error_fields
 
 HIDDEN = 64
 ROWS = 64
@@ -100,36 +101,9 @@ def operand_rows(
     a: torch.Tensor, b: torch.Tensor, *, rule: str = "rceil", whatifs: tuple[str, ...] = WHATIFS
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Values of a `tensors` row and its `whatif` rows for A [M, C] quantized along C in the product A B."""
-    fields = error_fields(a, rule=rule)
-    b = b.double()
-    e = fields.q.double() - a.double()
-    scale = (fields.q.double() - fields.q_star.double()) @ b
-    ideal = fields.q_star.double() - a.double()
-    deadzone, grid = (ideal * fields.on_d) @ b, (ideal * ~fields.on_d) @ b
-    ref, total, zeroed, saturated = a.double() @ b, e @ b, (e * fields.zeroed) @ b, (e * fields.saturated) @ b
-    pairs = (
-        *((ref, ref), (total, total), (scale, scale), (deadzone, deadzone), (grid, grid)),
-        *((scale, deadzone), (scale, grid), (deadzone, grid), (zeroed, zeroed), (saturated, saturated)),
-    )
-    out = {name: float((left * right).sum()) for name, (left, right) in zip(OUTPUT_SUMS, pairs, strict=True)}
-    row = {**fields.decomposition().to_dict(), **out}
-    after: list[dict[str, Any]] = []
-    for correction in whatifs:
-        q = apply_correction(a, correction, rule=rule).double()
-        left = q - a.double()
-        after.append(
-            {
-                "correction": correction,
-                "n": row["n"],
-                "n_zeroed": int(((q == 0) & (a != 0)).sum()),
-                "sum_e2": float((left**2).sum()),
-                "sum_e2_on_d": float(((left * fields.on_d) ** 2).sum()),
-                "out_ref2": out["out_ref2"],
-                "out_e2": float(((left @ b) ** 2).sum()),
-                "out_zeroed2": float((((left * fields.zeroed) @ b) ** 2).sum()),
-            }
-        )
-    return row, after
+    operand = Operand(Role.X_FWD, a[None], b[None], sampled_frac=1.0, n_clusters=len(a))
+    measured = measure_operand(operand, format="mxfp4", rule=rule)
+    return measured.row, next(measure_corrections([measured], whatifs), [])
 
 
 def _operands(run: Run, name: str, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What torch's allocator says that we took of a CUDA device. Nothing waits for the device, no statistic is reset.
+"""Memory that we took of a CUDA device, by torch's allocator. Nothing waits for the device, no statistic is reset.
 
     a replay    in the training thread: by how much it raised the peak of the process, and what it held where it did
     measuring   on a stream of its own: all memory that the allocator keeps for that stream
@@ -27,13 +27,13 @@ class Held(NamedTuple):
 
 
 def held_between(before: Stats, after: Stats) -> Held:
-    """Statistics before and after what was done by the only thread that allocates."""
+    """Compare statistics before and after what was done by the only thread that allocates."""
     raised = max(int(after.get(PEAK, 0)) - int(before.get(PEAK, 0)), 0)
     return Held(raised, int(after[PEAK]) - int(before[ALLOCATED]) if raised else 0)
 
 
 def reserved_for(stream: int, segments: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of the segments that belong to a stream; they stay its own until the allocator is short of memory."""
+    """Return the bytes of the segments that belong to a stream; they are its own until memory is short."""
     return sum(int(segment["total_size"]) for segment in segments if segment.get("stream") == stream)
 
 
@@ -42,12 +42,12 @@ def stats_of(device: torch.device) -> Stats:
 
 
 def reserved_bytes(stream: Any) -> int:
-    """Of a `torch.cuda.Stream`."""
+    """Return what the allocator keeps for a `torch.cuda.Stream`."""
     return reserved_for(stream.cuda_stream, torch.cuda.memory_snapshot())
 
 
 def free_bytes(device: torch.device, stats: Callable[[torch.device], Stats] = stats_of) -> int | None:
-    """Of the device: what nobody has, and what the allocator keeps unused; None on a CPU."""
+    """Return what nobody has of the device and what the allocator keeps unused; None on a CPU."""
     if device.type != "cuda":
         return None
     known = stats(device)

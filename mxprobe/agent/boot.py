@@ -69,17 +69,14 @@ class _Agent:
                 return
             config = protocol.AgentConfig.from_json(frame["config"])
             has_torch = _wait_for_torch(config.torch_wait_s)
-            if not has_torch and not _logs():
-                failed = {"verb": "failed", "reason": "no_torch", "detail": "torch is not among the imported modules"}
-                protocol.send_frame(sock, failed)
-                return
             version = _torch_version() if has_torch else None
-            if version is not None and version < MIN_TORCH:
-                detail = f"torch {'.'.join(map(str, version))}"
-                protocol.send_frame(sock, {"verb": "failed", "reason": "old_torch", "detail": detail})
-                return
-            sock.settimeout(None)
-            self._serve(config, has_torch=has_torch)
+            if not has_torch and not _logs():
+                protocol.send_frame(sock, _failed("no_torch", "torch is not among the imported modules"))
+            elif version is not None and version < MIN_TORCH:
+                protocol.send_frame(sock, _failed("old_torch", f"torch {'.'.join(map(str, version))}"))
+            else:
+                sock.settimeout(None)
+                self._serve(config, has_torch=has_torch)
         finally:
             self._finished.set()
             atexit.unregister(self._at_exit)
@@ -91,9 +88,9 @@ class _Agent:
         transport = Transport(self._sock)
         try:
             try:
-                session = _session(config, transport) if has_torch else _listening(config, transport)
+                session = _session(config, transport, has_torch=has_torch)
             except Exception as error:
-                transport.control({"verb": "failed", "reason": "load_failed", "detail": _words(error)})
+                transport.control(_failed("load_failed", _words(error)))
                 transport.flush(1.0, acknowledged=False)
                 return
             atexit.register(self._at_exit)
@@ -134,10 +131,9 @@ class _Agent:
                         self._failed = True
                         transport.control({"verb": "failed", **failure})
                 elif session.state.value == "serving" and now - started > config.step_timeout_s:
-                    detail = "forward passes without gradient were seen, then no more"
                     session.abandon("no_step")
                     self._failed = True
-                    transport.control({"verb": "failed", "reason": "no_step", "detail": detail})
+                    transport.control(_failed("no_step", "forward passes without gradient were seen, then no more"))
                 if session.detach_asked:
                     asked = now if asked is None else asked
                     if now - asked > DETACH_TIMEOUT_S:
@@ -164,7 +160,7 @@ class _Agent:
             session.ask(frame)
 
     def _leave(self, session: Any, transport: Any) -> None:
-        """Hooks out, finish measuring, end the threads, send, say goodbye. What fails of it does not stop the rest."""
+        """Take the hooks out, finish measuring, end the threads, send, say goodbye; a failure stops none of it."""
         quick = self._exiting or transport.broken or bool(self._lost)
         steps: list[Callable[[], Any]] = [
             lambda: session.abandon(session.reason or self._lost or "failed"),
@@ -201,14 +197,18 @@ class _Agent:
                     return
 
     def _at_exit(self) -> None:
-        """The interpreter ends: let the agent's thread send what it has, for a bounded time."""
+        """Let the agent's thread send what it has, for a bounded time: the interpreter ends."""
         if os.getpid() != self._pid:
             return  # a forked child has no such thread to wait for
         self._exiting = True
         self._finished.wait(EXIT_PATIENCE_S)
 
 
-def _session(config: protocol.AgentConfig, transport: Any) -> Any:
+def _session(config: protocol.AgentConfig, transport: Any, *, has_torch: bool) -> Any:
+    if not has_torch:
+        from mxprobe.agent.listening import Listening
+
+        return Listening(transport, config.error_budget)
     load_all = vars(sys.modules["mxprobe"]).get("_load_all")
     if load_all is not None:
         load_all()
@@ -217,10 +217,8 @@ def _session(config: protocol.AgentConfig, transport: Any) -> Any:
     return Session(config, transport)
 
 
-def _listening(config: protocol.AgentConfig, transport: Any) -> Any:
-    from mxprobe.agent.listening import Listening
-
-    return Listening(transport, config.error_budget)
+def _failed(reason: str, detail: str) -> dict[str, Any]:
+    return {"verb": "failed", "reason": reason, "detail": detail}
 
 
 def _words(error: Exception) -> str:
@@ -249,14 +247,14 @@ def _hello(token: str) -> dict[str, Any]:
 
 
 def _torch_version() -> tuple[int, ...] | None:
-    """(major, minor) of the target's torch; None where it does not say, as a build of one's own may not."""
+    """Return (major, minor) of the target's torch; None where it does not say, as a build of one's own may not."""
     text = str(vars(sys.modules["torch"]).get("__version__", ""))
     parts = text.split(".")[:2]
     return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdigit() for part in parts) else None
 
 
 def _wait_for_torch(seconds: float) -> bool:
-    """True once torch is imported as far as its optimizers; it is never imported for us."""
+    """Say whether torch is imported as far as its optimizers, within so many seconds; it is never imported for us."""
     deadline = time.monotonic() + seconds
     while True:
         torch = sys.modules.get("torch")

@@ -54,7 +54,7 @@ class Listening:
 
     @property
     def worker(self) -> Listening:
-        """Who finishes the work when the agent leaves."""
+        """Return who finishes the work when the agent leaves."""
         return self
 
     @property
@@ -67,7 +67,7 @@ class Listening:
             self._flush()
 
     def settle_without_step(self) -> None:
-        """Nothing is waited for here."""
+        """Do nothing: no step is waited for here."""
 
     def ask(self, frame: dict[str, Any]) -> None:
         """Refuse a command of the user's: no model runs here."""
@@ -91,7 +91,7 @@ class Listening:
         self.gone.set()
 
     def close(self) -> None:
-        """All is out already."""
+        """Do nothing: all is out already."""
 
     def drain(self, timeout_s: float) -> bool:
         self._flush()

@@ -15,8 +15,8 @@ from torch import nn
 from mxprobe.agent import allocator
 from mxprobe.agent.memory import DeviceMemory, Room, bytes_of, megabytes
 from mxprobe.measuring.operands.extent import element_bytes
-from mxprobe.measuring.replay.call import Call
-from mxprobe.measuring.replay.need import Shapes
+from mxprobe.measuring.replay.captured_call import Call
+from mxprobe.measuring.replay.memory_need import Shapes
 from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, DEVICE_MAX_ROWS, can_be_cut
 
 SENSITIVITY, REPLAYS = "sensitivity", "replays"

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from mxprobe.measuring.adapters.identity import note_stage
-from mxprobe.measuring.adapters.master import is_stepped_by
-from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.adapters.families import adapter_of
+from mxprobe.measuring.adapters.layer_numbers import note_stage
+from mxprobe.measuring.adapters.main_parameters import is_stepped_by
+from mxprobe.measuring.compat import caller_frame
 from mxprobe.measuring.engines.layouts import HeldWeight, weights_of
 
 _GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -51,7 +52,7 @@ class RootWatch:
             seen = self.with_grad if torch.is_grad_enabled() else self.without_grad
             seen[id(module)] = module
             try:
-                note_stage(module, sys._getframe().f_back)  # pyright: ignore[reportPrivateUsage]
+                note_stage(module, caller_frame())
             except Exception as error:
                 self._swallow("looking for a pipeline stage", error)
             if self.on_enter is not None:
@@ -76,7 +77,7 @@ class RootWatch:
         _speak()
 
     def describe(self) -> str:
-        """What was seen, in words."""
+        """Say in words what was seen."""
         parts = [
             f"{len(seen)} {how} ({', '.join(sorted({type(m).__name__ for m in seen.values()})[:5])})"
             for how, seen in (
@@ -89,7 +90,7 @@ class RootWatch:
 
 
 def _silence() -> None:
-    """torch warns the user of global hooks on a compiled module, which are ours: an error to some. Only for as long."""
+    """Silence torch's warning of our global hooks on a compiled module, an error to some, until `_speak`."""
     if "torch._dynamo" in sys.modules:
         warnings.filterwarnings("ignore", _GLOBAL_HOOKS)
 
@@ -101,13 +102,13 @@ def _speak() -> None:
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that are not inside another one of the list."""
+    """Return the modules that are not inside another one of the list."""
     inner = {id(m) for root in modules for m in root.modules() if m is not root}
     return [m for m in modules if id(m) not in inner]
 
 
 def trained_roots(seen: list[nn.Module], optimizer: torch.optim.Optimizer) -> tuple[list[nn.Module], bool]:
-    """The roots among `seen` that the optimizer trains, and whether they hold all that it trains.
+    """Return the roots among `seen` that the optimizer trains, and whether they hold all that it trains.
 
     They do not when the watch began in the middle of a forward and saw inner modules as roots.
     """

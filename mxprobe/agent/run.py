@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mxprobe.agent.part import METRICS, ROLLOUT, TRAINER
-from mxprobe.measuring.adapters.master import is_stepped_by
+from mxprobe.measuring.adapters.main_parameters import is_stepped_by
 
 FOREIGN_STEPS = 4
 """Steps of another optimizer of the model, without one of ours, after which that one marks the boundaries. Of one of

@@ -64,7 +64,7 @@ class Transport:
             self._changed.notify_all()
 
     def pending(self) -> tuple[int, int]:
-        """Batches not yet acknowledged, and their bytes."""
+        """Return how many batches are not yet acknowledged, and their bytes."""
         with self._changed:
             return len(self._unacked), sum(self._unacked.values())
 

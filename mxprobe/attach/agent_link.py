@@ -1,4 +1,4 @@
-"""The agent at the other end of the control socket: what it has said of itself, and what keeps its lease."""
+"""The agent at the other end of the control socket: what it has told of itself, and what keeps its lease."""
 
 import time
 from typing import Any
@@ -11,14 +11,14 @@ _ASK_STATUS_EVERY_S = 5.0
 
 
 class AgentLink:
-    """Belongs to the controller's thread. Frames are kept without being judged."""
+    """Only the controller's thread may use it. It keeps frames and does not judge them."""
 
     def __init__(self) -> None:
         self.hello: Frame = {}
         self.attached: Frame | None = None
         self.detached: Frame | None = None
         self.status: dict[str, Any] = {}
-        """What it last said of itself."""
+        """What it last told of itself."""
         self._peer: Peer | None = None
         self._last_ping = self._last_asked = float("-inf")
 
@@ -28,7 +28,7 @@ class AgentLink:
 
     @property
     def is_out(self) -> bool:
-        """Nothing of it runs in the process any more, as far as it can be known."""
+        """True once nothing of it runs in the process any more, as far as can be known."""
         return self._peer is None or self.detached is not None
 
     @property
@@ -39,7 +39,7 @@ class AgentLink:
 
     @property
     def place(self) -> dict[str, Any]:
-        """What it is attached to, as facts for `run.json`."""
+        """Facts for `run.json` about what it is attached to."""
         attached = self.attached or {}
         what = {name: attached.get(name) for name in ("role", "roots", "recipes", "kernels_ms")}
         return {**what, "attached_step": attached.get("step")}
@@ -48,7 +48,7 @@ class AgentLink:
         self._peer, self.hello = peer, hello
 
     def leave(self) -> None:
-        """Its connection has ended, or will not be waited for."""
+        """Note that its connection has ended, or that nobody waits for it any more."""
         self._peer = None
 
     def say(self, frame: Frame) -> None:
@@ -56,7 +56,7 @@ class AgentLink:
             self._peer.send(frame)
 
     def keep_in_touch(self, *, ask_status: bool) -> None:
-        """Renew its lease, and ask how it is, as often as is due."""
+        """Renew its lease and ask for its status, as often as each is due."""
         now = time.monotonic()
         if now - self._last_ping >= _PING_EVERY_S:
             self._last_ping = now

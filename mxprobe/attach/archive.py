@@ -19,11 +19,11 @@ EMULATION = (
 """Shipped, and loaded only when `mxprobe set` asks for it: importing it registers an operator with torch."""
 
 _CPU_LIBRARY = "libmxprobe_cpu.so"
-"""Of the kernels, where one was built; `mxprobe_kernels.cpu_backend` looks for it under this name."""
+"""The compiled CPU kernels, where they were built; `mxprobe_kernels.cpu_backend` looks for them under this name."""
 
 
 def shipped_files() -> dict[str, bytes]:
-    """Path in the archive -> source: mxprobe's shipped modules, the agent, and the torch path of the kernels."""
+    """Return path in the archive -> source: the shipped modules, the agent, and the torch path of the kernels."""
     return {name: path.read_bytes() for name, path in _shipped_paths().items()}
 
 
@@ -41,8 +41,8 @@ def _shipped_paths() -> dict[str, Path]:
 def write_archive(path: Path, files: Mapping[str, bytes] | None = None) -> None:
     """Write the archive, readable by its owner only; FileExistsError if anything is there already.
 
-    Stored, not compressed: an interpreter built without zlib can read it. `modules.txt` lists what is
-    imported at once where torch is there, so that nothing is read from disk in the middle of a training step. Beside
+    It is stored, not compressed: an interpreter built without zlib can read it. `modules.txt` lists the modules to
+    import at once where torch is there, so that nothing is read from disk in the middle of a training step. Beside
     our own sources lies what this interpreter compiled of them: one of the same version does not compile them again.
     """
     members = dict(shipped_files() if files is None else files)
@@ -62,7 +62,7 @@ def write_archive(path: Path, files: Mapping[str, bytes] | None = None) -> None:
 
 
 def _compiled(name: str, path: Path, source: bytes) -> bytes:
-    """A `.pyc` by the hash of its source, which interpreters do not compare unless they are told to."""
+    """Return a `.pyc` with the hash of its source, which interpreters do not compare unless they are told to."""
     code = SourceFileLoader(_module_name(name), str(path)).get_code(_module_name(name))
     is_by_hash = (1).to_bytes(4, "little")
     return MAGIC_NUMBER + is_by_hash + source_hash(source) + marshal.dumps(code)

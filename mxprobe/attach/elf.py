@@ -52,7 +52,7 @@ class PythonImage:
 
 
 def read_maps(pid: int) -> list[Mapping]:
-    """The address space of a process. OSError where the kernel does not show it."""
+    """Return the address space of a process. OSError where the kernel does not show it."""
     mappings: list[Mapping] = []
     for line in Path("/proc", str(pid), "maps").read_text(errors="surrogateescape").splitlines():
         span, permissions, offset, _, inode, *path = line.split(None, 5)
@@ -66,7 +66,7 @@ def read_maps(pid: int) -> list[Mapping]:
 def find_python(
     pid: int, maps: Iterable[Mapping], functions: Iterable[str], *, machine: int | None = EM_X86_64
 ) -> PythonImage:
-    """The image whose functions may be called. ImageError `not_python`, `python_image_changed`, ... if none.
+    """Return the image whose functions may be called. ImageError `not_python`, `python_image_changed`, ... if none.
 
     `machine` is the ELF number of the architecture that is wanted; None takes any.
     """
@@ -74,13 +74,14 @@ def find_python(
     by_path = _by_path(maps)
     exe = os.readlink(f"/proc/{pid}/exe")
     libraries = [path for path in by_path if os.path.basename(path).startswith("libpython")]
-    return _first_image(pid, by_path, (exe, *libraries), wanted, machine, ImageError("not_python", _name_of(exe)))
+    missing = ImageError("not_python", os.path.basename(exe))
+    return _first_image(pid, by_path, (exe, *libraries), wanted, machine, missing)
 
 
 def find_libc(pid: int, maps: Iterable[Mapping], functions: Iterable[str]) -> PythonImage:
-    """The C library's functions, whatever the architecture. ImageError `injection_failed` without such a library."""
+    """Return the C library's functions, whatever the architecture. ImageError `injection_failed` without a library."""
     by_path = _by_path(maps)
-    libraries = [path for path in by_path if _name_of(path).startswith(("libc.so", "libc-", "ld-musl"))]
+    libraries = [path for path in by_path if os.path.basename(path).startswith(("libc.so", "libc-", "ld-musl"))]
     missing = ImageError("injection_failed", "no C library is mapped")
     return _first_image(pid, by_path, libraries, tuple(functions), None, missing)
 
@@ -121,10 +122,6 @@ def _first_image(
     raise ImageError("python_image_changed", stale) if stale else missing
 
 
-def _name_of(path: str) -> str:
-    return os.path.basename(path)
-
-
 @dataclass(frozen=True)
 class Symbols:
     """Link-time values of symbols, and what is needed to relocate them."""
@@ -135,7 +132,7 @@ class Symbols:
     """(file offset, virtual address) of each loadable segment."""
 
     def load_address(self, offset: int) -> int:
-        """Page of the virtual address at which the segment mapped from that file offset was linked."""
+        """Return the page of the virtual address at which the segment mapped from that file offset was linked."""
         for segment_offset, address in self.loads:
             if segment_offset & -PAGE_BYTES == offset:
                 return address & -PAGE_BYTES
@@ -143,7 +140,7 @@ class Symbols:
 
 
 def exported(image: bytes, wanted: Iterable[str], *, machine: int | None = EM_X86_64) -> Symbols | None:
-    """Link-time values of the wanted symbols of a 64-bit ELF file, or None unless it defines all of them.
+    """Return link-time values of the wanted symbols of a 64-bit ELF file, or None unless it defines all of them.
 
     ImageError `unsupported_architecture` if it is not for `machine` (None takes any).
     """

@@ -1,38 +1,36 @@
-"""How the agent gets into a process. In this order, the first that is open:
+"""The ways by which the agent gets into a process. The first that is open is taken, in this order:
 
     listener      the job's own socket, where it has one
     remote_exec   `sys.remote_exec`, where the target is Python 3.14 or newer
     ptrace        our injector, on x86_64
     gdb           the same by gdb, on other machines
 
-Each of them hands over the same statement; that the agent runs is known from its hello alone.
+Each of them hands over the same statement. Only the agent's hello tells that it runs.
 """
 
 import platform
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxprobe.attach import gdb, remote
-from mxprobe.attach.helper import check_ptrace, run_injector, unmap_statements
-from mxprobe.attach.pages import Page
+from mxprobe.attach import gdb, remote_exec
+from mxprobe.attach.client import exchange
+from mxprobe.attach.injector_process import check_ptrace, run_injector, unmap_statements
+from mxprobe.attach.page_record import Page
 from mxprobe.attach.payload import boot_statement
 from mxprobe.attach.process import Process, check_attachable
 from mxprobe.attach.refusals import refuse
 from mxprobe.attach.rundir import RunDirectory, listener_socket_of
 from mxprobe.errors import AttachError
-from mxprobe.listener import peer_of
-from mxprobe.protocol import ProtocolError, recv_frame, send_frame
 
 _CONNECT_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How it got in, and for how long the main thread (with gdb: every thread) was stopped for it."""
+    """How the agent got in, and for how long the main thread (with gdb: every thread) was stopped for it."""
 
     mechanism: str
     pause_ms: float
@@ -43,7 +41,7 @@ class Entry:
 def enter(process: Process, run_directory: RunDirectory, token: str, *, via: str | None = None) -> Entry:
     """Hand the agent over, by the first way that is open or by `via` alone. AttachError with the reason if none is.
 
-    Returning means that the process was asked.
+    When this returns, the process has been asked.
     """
     if via in (None, "listener"):
         path = listener_socket_of(process)
@@ -69,8 +67,8 @@ def unmap(entry: Entry, process: Process, run_directory: RunDirectory, pages: li
 
 
 def way_from_outside(process: Process) -> str:
-    """The first way in that needs nothing of the job."""
-    if remote.is_offered(process.pid) and remote.interpreter_of(process) is not None:
+    """Return the first way in that needs nothing of the job."""
+    if remote_exec.is_offered(process.pid) and remote_exec.interpreter_of(process) is not None:
         return "remote_exec"
     ours = sys.platform == "linux" and platform.machine() == "x86_64"
     return "ptrace" if ours or not gdb.is_here() else "gdb"
@@ -91,14 +89,14 @@ def _check(process: Process, via: str) -> None:
         check_ptrace(process, any_machine=True)
     elif via == "ptrace":
         check_ptrace(process)
-    elif not remote.is_offered(process.pid):
+    elif not remote_exec.is_offered(process.pid):
         raise refuse("no_remote_exec", process.pid, "not Python 3.14 or newer, or its memory cannot be read")
 
 
 def _enter_by_remote_exec(process: Process, run_directory: RunDirectory, statement: str) -> Entry:
     run_directory.script.write_text(statement)
     try:
-        remote.remote_exec(process, run_directory.script)
+        remote_exec.run_script(process, run_directory.script)
     except AttachError as error:
         run_directory.script.unlink()
         if error.reason != "no_remote_exec":
@@ -115,27 +113,15 @@ def _inject(process: Process, run_directory: RunDirectory, statement: str, *, by
 
 
 def _knock(path: Path, process: Process, run_directory: RunDirectory, token: str) -> bool:
-    """Ask the job's listener. False where nobody (or somebody else) answers: then the injector is tried."""
-    request = {
-        "verb": "connect",
-        "socket": str(run_directory.control_socket),
-        "archive": str(run_directory.archive),
-        "token": token,
-    }
+    """Ask the job's listener. Return False where nobody (or somebody else) answers: then the next way is tried."""
+    where = {"socket": str(run_directory.control_socket), "archive": str(run_directory.archive)}
+    request = {"verb": "connect", **where, "token": token}
     started = time.monotonic()
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_CONNECT_TIMEOUT_S)
-            connection.connect(str(path))
-            if peer_of(connection)[0] != process.pid:
-                return False
-            send_frame(connection, request)
-            answer = recv_frame(connection)
+        answer = exchange(path, request, timeout_s=_CONNECT_TIMEOUT_S, pid=process.pid)
     except TimeoutError:
         seconds = time.monotonic() - started
         raise refuse("no_ack", process.pid, "holding the interpreter in native code", seconds=seconds) from None
-    except (OSError, ProtocolError):
-        return False
     if answer is not None and answer["verb"] == "failed":
         raise refuse(str(answer.get("reason")), process.pid, str(answer.get("detail", "")))
     return answer is not None

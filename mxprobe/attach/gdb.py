@@ -1,4 +1,4 @@
-"""The injector's work done by gdb, where ours does not know the machine's registers. Slower, and nothing else.
+"""The injector's work done by gdb, where ours does not know the machine's registers. It is slower, nothing else.
 
 The same calls in the same order (`mmap`, write the statement, `Py_AddPendingCall(PyRun_SimpleString, page)`), at
 addresses that we have looked up: gdb reads no symbols of the libraries, loads nothing and takes no lock of the
@@ -14,7 +14,7 @@ from typing import Any
 
 from mxprobe.attach.elf import PAGE_BYTES, ImageError, find_libc, find_python, read_maps
 from mxprobe.attach.injector import FUNCTIONS, statements_among
-from mxprobe.attach.pages import Page
+from mxprobe.attach.page_record import Page
 from mxprobe.attach.process import Process
 from mxprobe.attach.refusals import refuse
 
@@ -110,7 +110,7 @@ def _addresses(pid: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _run(process: Process, script: str, directory: Path) -> tuple[dict[str, int], str, float]:
-    """What the script printed as `name=number`, all of gdb's output, and for how long gdb ran, in ms."""
+    """Return what the script printed as `name=number`, all of gdb's output, and for how many ms gdb ran."""
     path = directory / "gdb.script"
     path.write_text(_START + script)
     settings = [word for setting in _SETTINGS for word in ("-iex", setting)]

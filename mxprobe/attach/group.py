@@ -1,4 +1,4 @@
-"""Several processes attached side by side into one trace: a controller each, in a thread; none waits for another.
+"""Several processes attached side by side into one trace. Each has a controller in a thread; none waits for another.
 
 One process is a group of one. A process that cannot be attached is reported and does not stop the others.
 """
@@ -7,17 +7,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mxprobe.attach.controller import Controller
-from mxprobe.attach.outcome import Outcome
+from mxprobe.attach.controller import AttachOutcome, Controller
 from mxprobe.attach.process import Process
-from mxprobe.attach.progress import Board
-from mxprobe.attach.recorder import RunTrace, check_free
+from mxprobe.attach.progress import Progress
 from mxprobe.attach.refusals import refuse
+from mxprobe.attach.trace_recorder import RunTrace, check_free
 from mxprobe.errors import AttachError, MxprobeError
 from mxprobe.protocol import AgentConfig
 from mxprobe.trace import Retention
@@ -37,12 +37,12 @@ class AttachOptions:
     directory: Path
     config: AgentConfig = field(default_factory=AgentConfig)
     duration_s: float | None = None
-    """Leave after so long; None means until told to."""
+    """Leave after so many seconds; None means until told to."""
     retention: Retention = field(default_factory=Retention)
     copy_to: str | None = None
     """URL that the trace is copied to while it is written."""
     wait_s: float = 0.0
-    """Keep trying for so long while a process has not yet imported torch."""
+    """Keep trying for so many seconds while a process has not yet imported torch."""
     via: str | None = None
     """The only way in to use; None means the first that is open."""
     command_line: Sequence[str] = ()
@@ -67,7 +67,7 @@ class _Member:
     controller: Controller | None = None
     settled: bool = False
     """Attached or refused for good."""
-    outcome: Outcome | None = None
+    outcome: AttachOutcome | None = None
     error: MxprobeError | None = None
 
 
@@ -77,7 +77,7 @@ class Group:
     Args:
         processes: name (`rank 3`) -> process. The names are used only where there are several.
         options: what to do.
-        board: where progress is shown.
+        progress: shows what happens.
         on_attached: called once, when every process is attached or refused, if one is attached.
     """
 
@@ -85,46 +85,38 @@ class Group:
         self,
         processes: Mapping[str, Process],
         options: AttachOptions,
-        board: Board,
+        progress: Progress,
         *,
         on_attached: Callable[[], None] = lambda: None,
     ) -> None:
         several = len(processes) > 1
         self._members = [_Member(process, name if several else "") for name, process in processes.items()]
         self._options = options
-        self._board = board
+        self._progress = progress
         self._on_attached = on_attached
-        self._trace: RunTrace | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
 
-    def run(self) -> list[Outcome]:
-        """How each attached process ended. AttachError if none was; TraceError if the disk refused."""
+    def run(self) -> list[AttachOutcome]:
+        """Return how each attached process ended. AttachError if none was; TraceError if the disk refused."""
         options = self._options
         check_free(options.directory)
         facts: dict[str, Any] = {"command_line": list(options.command_line)}
         if options.job is not None:
             facts["job"] = dict(options.job)
-        pids = [m.process.pid for m in self._members]
-        self._trace = RunTrace(
+        trace = RunTrace(
             options.directory,
-            pids,
+            [member.process.pid for member in self._members],
             facts,
             beside=options.beside,
             retention=options.retention,
             copy_to=options.copy_to,
         )
-        with signals_handled(self._interrupt):
-            threads = [
-                threading.Thread(target=self._serve, args=(m, self._trace), name=f"attach-{m.process.pid}")
-                for m in self._members
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():  # a join without end would keep Python from running signal handlers
-                    thread.join(_JOIN_S)
-        self._board.close()
+        with signals_handled(self._interrupt), ThreadPoolExecutor(len(self._members), "attach") as pool:
+            pending = [pool.submit(self._serve, member, trace) for member in self._members]
+            while wait(pending, _JOIN_S).not_done:
+                pass  # a wait without end would keep Python from running signal handlers
+        self._progress.close()
         return self._result()
 
     def _serve(self, member: _Member, trace: RunTrace) -> None:
@@ -142,22 +134,21 @@ class Group:
             reason = getattr(member.error, "reason", "failed")
             with suppress(MxprobeError):  # of a trace that takes no more, which is the error itself or soon will be
                 trace.refuse(member.process.pid, reason=reason, what=member.error.what)
-            meant = member.process.pid not in self._options.perhaps or reason not in _NOT_MEANT
-            if member.shown_name and meant:
-                self._board.of(member.shown_name).say(str(member.error))
+            if member.shown_name and (member.process.pid not in self._options.perhaps or reason not in _NOT_MEANT):
+                self._progress.say(str(member.error), member.shown_name)
         self._settle(member)
-        self._board.forget(member.shown_name)
+        self._progress.forget(member.shown_name)
 
-    def _attach_patiently(self, member: _Member, trace: RunTrace) -> Outcome:
+    def _attach_patiently(self, member: _Member, trace: RunTrace) -> AttachOutcome:
         options, process = self._options, member.process
         deadline = time.monotonic() + (0.0 if process.pid in options.beside else options.wait_s)
-        saying = self._board.of(member.shown_name)
         while not self._stop.is_set():
             controller = Controller(
                 process,
                 options.config_of(process.pid),
                 trace,
-                saying,
+                self._progress,
+                name=member.shown_name,
                 duration_s=options.duration_s,
                 via=options.via,
                 on_attached=lambda: self._settle(member),
@@ -167,54 +158,53 @@ class Group:
             if self._stop.is_set():
                 controller.interrupt()
             try:
-                return replace(controller.run(), name=member.shown_name)
+                return controller.run()
             except AttachError as error:
                 if error.reason not in _WORTH_WAITING_FOR or time.monotonic() >= deadline:
                     raise
-            saying.show(f"waiting for process {process.pid} to import torch")
+            self._progress.show(f"waiting for process {process.pid} to import torch", member.shown_name)
             self._stop.wait(_RETRY_EVERY_S)
         raise refuse("interrupted", process.pid)
 
     def _settle(self, member: _Member) -> None:
         with self._lock:
-            before = all(m.settled for m in self._members)
+            is_last = not member.settled and all(m.settled or m is member for m in self._members)
             member.settled = True
-            now = all(m.settled for m in self._members)
             attached = any(m.error is None for m in self._members)
-        if now and not before and attached:
+        if is_last and attached:
             self._on_attached()
 
-    def _result(self) -> list[Outcome]:
-        outcomes = [m.outcome for m in self._members if m.outcome is not None]
-        errors = [m.error for m in self._members if m.error is not None]
-        for error in errors:
-            if not isinstance(error, AttachError) or len(self._members) == 1:
-                raise error
+    def _result(self) -> list[AttachOutcome]:
+        for member in self._members:
+            if member.error is not None and (not isinstance(member.error, AttachError) or len(self._members) == 1):
+                raise member.error
+        outcomes = [member.outcome for member in self._members if member.outcome is not None]
         if not outcomes:
             raise AttachError(
                 "none_attached",
-                f"None of the {len(errors)} processes could be attached.",
+                f"None of the {len(self._members)} processes could be attached.",
                 cause="see the reason given for each",
                 remedy="`mxprobe doctor` says which ways in work here",
             )
         return outcomes
 
     def _trigger_all(self, reason: str) -> None:
-        """What one process logs concerns all: the one that logs may not be one that trains."""
-        for member in self._members:
-            if member.controller is not None:
-                member.controller.trigger(reason)
+        """Trigger all members: the process that logs may not be one that trains."""
+        for controller in self._controllers():
+            controller.trigger(reason)
 
     def _interrupt(self) -> None:
         self._stop.set()
-        for member in self._members:
-            if member.controller is not None:
-                member.controller.interrupt()
+        for controller in self._controllers():
+            controller.interrupt()
+
+    def _controllers(self) -> list[Controller]:
+        return [member.controller for member in self._members if member.controller is not None]
 
 
 @contextmanager
 def signals_handled(end: Callable[[], None]) -> Generator[None]:
-    """A signal ends every attachment in order; handlers are as before afterwards."""
+    """Have a signal call `end`, which ends every attachment in order; then put the handlers back."""
     before = {number: signal.signal(number, lambda *_: end()) for number in _SIGNALS}
     try:
         yield

@@ -46,7 +46,7 @@ _OUTSIDE_PAUSE_S = 0.0007
 
 
 class InjectError(Exception):
-    """`reason` is the refusal's slug; the process is as it was."""
+    """The injection failed, and the process is as it was. `reason` is the refusal's slug."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
@@ -98,7 +98,7 @@ def unmap(pid: int, pages: list[tuple[int, int]]) -> dict[str, Any]:
 
 
 def statements_among(pid: int, pages: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those of the pages that hold a statement of ours. OSError where the process shows no memory."""
+    """Return the pages that hold a statement of ours. OSError where the process shows no memory."""
     beginning = BEGINNING.encode()
 
     def holds(memory: BinaryIO, address: int) -> bool:
@@ -112,7 +112,7 @@ def statements_among(pid: int, pages: list[tuple[int, int]]) -> list[tuple[int, 
 
 
 class _Standstill:
-    """For how long the thread does not run on, at most: from asking it to stop until it has been let go."""
+    """The time for which the thread stands still, at most: from asking it to stop until it has been let go."""
 
     def __init__(self) -> None:
         self.total_ms = 0.0
@@ -137,7 +137,7 @@ class _Call:
         tracee.save_xstate()
 
     def queue(self, statement: str, image: PythonImage) -> tuple[int, int]:
-        """Returns address and size in bytes of the mapping that holds the statement."""
+        """Queue the statement; returns address and size in bytes of the mapping that holds it."""
         text = statement.encode() + b"\0"
         size_bytes = -(-len(text) // PAGE_BYTES) * PAGE_BYTES
         with self._put_back():

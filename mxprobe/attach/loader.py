@@ -32,7 +32,7 @@ def boot(socket_path: str, archive: str, token: str, pid: int) -> None:
 
 
 def _unfit(archive: str) -> "tuple[str, str]":
-    """The reason (a refusal's slug) and detail why this interpreter cannot be served, or two empty strings."""
+    """Return why this interpreter cannot be served: a refusal's slug and detail, or two empty strings."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.hexversion < 0x03090000:
         return "unsupported_python", f"Python {version}"

@@ -1,4 +1,4 @@
-"""Sees the mismatch of rollout and trainer jump, in the signals that a run logs."""
+"""Finds jumps of the mismatch between rollout and trainer, in the metrics that a run logs."""
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ WATCHED = frozenset({"mismatch_kl", "mismatch_kl_reverse", "mismatch_logp_abs_me
 
 
 class MismatchWatch:
-    """A value over JUMP_FACTOR times the median of the same source's last ones is a jump."""
+    """A value over JUMP_FACTOR times the median of the same source's last values is a jump."""
 
     def __init__(self) -> None:
         self._past: defaultdict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
 
     def see(self, columns: Mapping[str, Sequence[Any]]) -> str:
-        """Rows of table `signals` with canonical names -> what jumped, in words; empty if nothing did."""
+        """Return what jumped in rows of table `signals` with canonical names, in words; empty if nothing did."""
         found = ""
         names = ("source", "raw_key", "metric", "value", "step")
         for source, key, metric, value, step in zip(*(columns[name] for name in names), strict=True):

@@ -54,7 +54,7 @@ if before is not None and (handlers is not None or not isinstance(error, Runtime
 
 
 def in_thread(source: str) -> str:
-    """One guarded statement that runs the source in a new thread.
+    """Return one guarded statement that runs the source in a new thread.
 
     It must not raise: the interpreter would turn that into a SystemError in the user's frame. It runs in
     `__main__`, so it binds no name. The thread is a bare one, because signal handlers run in the main thread only:
@@ -65,7 +65,7 @@ def in_thread(source: str) -> str:
 
 
 def boot_statement(socket: str, archive: str, token: str, pid: int) -> str:
-    """The statement that loads the agent from the archive; silent if archive or socket are gone by then.
+    """Return the statement that loads the agent from the archive. It is silent if archive or socket are gone by then.
 
     `pid` is what `os.getpid()` returns in the process: children forked with the call still pending do nothing.
     """

@@ -2,12 +2,16 @@
 
 import os
 import pwd
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mxprobe.attach.refusals import refuse
 from mxprobe.errors import AttachError
 
+_EXIT_GRACE_S = 2.0
+_DYING_S = 1.0
 # x86_64 system calls in which a training process is usually found waiting.
 _SYSCALLS = {
     0: "read",
@@ -42,7 +46,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Process:
-    """One process as /proc showed it. `start_ticks` (clock ticks since boot) tells it from a later one of its PID."""
+    """One process as /proc showed it. `start_ticks` (clock ticks since boot) tells it from a later one of that PID."""
 
     pid: int
     start_ticks: int
@@ -74,7 +78,7 @@ class Process:
             return f"user {self.uid}"
 
     def is_same_and_alive(self) -> bool:
-        """True while the process runs that had this PID when the facts were read."""
+        """Return True while the process that had this PID when the facts were read still runs."""
         try:
             state, start_ticks = _stat(self.pid)
         except OSError:
@@ -82,8 +86,36 @@ class Process:
         return start_ticks == self.start_ticks and state not in "ZX"
 
 
+class Liveness:
+    """Whether the process that is attached is still that process, and alive."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._died_at = float("-inf")
+
+    def lives_on(self) -> bool:
+        """Return False if it is gone, or ends in a moment: the kernel closes its connections before it is dead."""
+        deadline = time.monotonic() + _DYING_S
+        while self._process.is_same_and_alive():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def is_long_dead(self) -> bool:
+        """Return True once it has been dead for a while. Until then its connection is given time to end first.
+
+        A forked child that still holds the connection would keep it open for ever.
+        """
+        if self._process.is_same_and_alive():
+            self._died_at = float("-inf")
+        elif self._died_at < 0:
+            self._died_at = time.monotonic()
+        return self._died_at > 0 and time.monotonic() - self._died_at > _EXIT_GRACE_S
+
+
 def look_up(pid: int) -> Process:
-    """The facts of a live process. AttachError `no_such_process`, `not_a_process` or `exited` otherwise."""
+    """Return the facts of a live process. AttachError `no_such_process`, `not_a_process` or `exited` otherwise."""
     proc = Path("/proc", str(pid))
     try:
         state, start_ticks = _stat(pid)
@@ -112,7 +144,7 @@ def look_up(pid: int) -> Process:
 
 
 def own_processes() -> list[Process]:
-    """Every live process of this user, by PID. Those that end meanwhile are left out."""
+    """Return every live process of this user, by PID. Those that end meanwhile are left out."""
     found: list[Process] = []
     for entry in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -125,12 +157,26 @@ def own_processes() -> list[Process]:
 
 
 def is_python(process: Process) -> bool:
-    """True if it runs a Python interpreter, by the name of its executable or of a library it has mapped."""
+    """Return True if it runs a Python interpreter, by the name of its executable or of a library it has mapped."""
     try:
         name = os.path.basename(os.readlink(f"/proc/{process.pid}/exe"))
         return name.startswith("python") or "/libpython" in Path("/proc", str(process.pid), "maps").read_text()
     except OSError:
         return False
+
+
+def interpreter_options(command: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options of `python [options] PROGRAM ...` and their values: ("-X", "dev"), ("-u", ""), ("-m", M)."""
+    found: list[tuple[str, str]] = []
+    words = iter(command[1:])
+    for word in words:
+        if not word.startswith("-") or word in ("-", "-c"):
+            break
+        takes_value = word[:2] in ("-X", "-W", "-m")
+        found.append((word[:2], word[2:] or next(words, "")) if takes_value else (word, ""))
+        if word.startswith("-m"):
+            break
+    return found
 
 
 def check_attachable(process: Process) -> None:
@@ -147,7 +193,7 @@ def check_attachable(process: Process) -> None:
 
 
 def main_thread_activity(pid: int) -> str:
-    """What the main thread is doing, in a few words: its state and the system call it waits in, if it can be read."""
+    """Return in a few words what the main thread does: its state, and the system call it waits in if that shows."""
     try:
         state, _ = _stat(pid)
         call = Path("/proc", str(pid), "syscall").read_text().split()
@@ -175,17 +221,8 @@ def _environ(proc: Path) -> dict[str, str]:
 
 
 def _debugging_disabled(process: Process) -> str:
-    """How PEP 768's opt-out was given to that interpreter, or an empty string."""
-    words = process.command_line[1:]
-    options: list[str] = []
-    for before, word in zip(("", *words), words, strict=False):
-        if before == "-X":
-            options.append(word)
-        elif word.startswith("-X"):
-            options.append(word[2:])
-        elif before != "-W" and (not word.startswith("-") or word in ("-c", "-m", "-")):
-            break
-    if "disable-remote-debug" in options:
+    """Return how PEP 768's opt-out was given to that interpreter, or an empty string."""
+    if ("-X", "disable-remote-debug") in interpreter_options(process.command_line):
         return "-X disable-remote-debug"
     if process.environ.get("PYTHON_DISABLE_REMOTE_DEBUG"):
         return "PYTHON_DISABLE_REMOTE_DEBUG"

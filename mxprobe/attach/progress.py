@@ -1,4 +1,4 @@
-"""What an attach says while it runs, on stderr: a live line on a terminal, else a line when something changes."""
+"""What an attach tells on stderr while it runs: a live line on a terminal, else a line when something changes."""
 
 import sys
 import threading
@@ -13,30 +13,54 @@ _PLAIN_EVERY_S = 10.0
 
 
 class Progress:
-    """`say` writes a lasting line; `show` replaces the live one (on a plain stream: at most one in ten seconds)."""
+    """Lasting lines and one live line, written by any number of threads.
+
+    `say` writes a lasting line. `show` replaces the live one; a plain stream gets at most one in ten seconds. Lines of
+    a named process begin with its name. The live line is that of the process which has waited longest to be shown.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
+        self._lock = threading.Lock()
         self._status: Status | None = None
         self._shown = ""
         self._shown_at = float("-inf")
+        self._turn = 0
+        self._turns: dict[str, int] = {}
+        """Name -> the turn at which its line was last the live one."""
 
-    def say(self, text: str) -> None:
-        self._stop()
-        self._write(text)
-        self._shown_at = float("-inf")
+    def say(self, text: str, name: str = "") -> None:
+        with self._lock:
+            self._turns.pop(name, None)
+            self._stop()
+            self._write(_named(name, text))
+            self._shown_at = float("-inf")
 
-    def show(self, text: str) -> None:
-        if self._stream.isatty():
-            self._animate(text)
-            return
-        now = time.monotonic()
-        if text != self._shown and now - self._shown_at >= _PLAIN_EVERY_S:
-            self._shown, self._shown_at = text, now
-            self._write(text)
+    def show(self, text: str, name: str = "") -> None:
+        with self._lock:
+            self._turns.setdefault(name, 0)
+            if self._turns[name] > min(self._turns.values()):
+                return
+            self._turn += 1
+            self._turns[name] = self._turn
+            self._show(_named(name, text))
+
+    def forget(self, name: str) -> None:
+        """Note that this process has nothing more to show."""
+        with self._lock:
+            self._turns.pop(name, None)
 
     def close(self) -> None:
-        self._stop()
+        with self._lock:
+            self._stop()
+
+    def _show(self, text: str) -> None:
+        now = time.monotonic()
+        if self._stream.isatty():
+            self._animate(text)
+        elif text != self._shown and now - self._shown_at >= _PLAIN_EVERY_S:
+            self._shown, self._shown_at = text, now
+            self._write(text)
 
     def _animate(self, text: str) -> None:
         from rich.console import Console
@@ -58,53 +82,5 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
 
-class Board:
-    """One `Progress` for several speakers in threads of their own: lasting lines carry the speaker's name, the live
-    line is that of the one who has waited longest to be shown."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._turns: dict[str, int] = {}
-        self._turn = 0
-
-    def of(self, name: str) -> "Speaker":
-        return Speaker(self, name)
-
-    def say(self, text: str) -> None:
-        with self._lock:
-            self._progress.say(text)
-
-    def show(self, name: str, text: str) -> None:
-        with self._lock:
-            self._turns.setdefault(name, 0)
-            if self._turns[name] == min(self._turns.values()):
-                self._turn += 1
-                self._turns[name] = self._turn
-                self._progress.show(text)
-
-    def forget(self, name: str) -> None:
-        with self._lock:
-            self._turns.pop(name, None)
-
-    def close(self) -> None:
-        with self._lock:
-            self._progress.close()
-
-
-class Speaker:
-    """One voice on a board. Without a name its lines stand as they are."""
-
-    def __init__(self, board: Board, name: str) -> None:
-        self._board = board
-        self._name = name
-
-    def say(self, text: str) -> None:
-        self._board.forget(self._name)
-        self._board.say(self._named(text))
-
-    def show(self, text: str) -> None:
-        self._board.show(self._name, self._named(text))
-
-    def _named(self, text: str) -> str:
-        return f"{self._name}: {text}" if self._name else text
+def _named(name: str, text: str) -> str:
+    return f"{name}: {text}" if name else text

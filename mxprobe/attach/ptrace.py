@@ -1,4 +1,4 @@
-"""ptrace(2) on x86_64 Linux: registers, extended state, stops. Thin, and only what the injector needs."""
+"""ptrace(2) on x86_64 Linux: registers, extended state, stops; only what the injector needs."""
 
 import ctypes
 import os
@@ -16,42 +16,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
 
-
+# In the kernel's order.
 _REGISTER_NAMES = (
-    "r15",
-    "r14",
-    "r13",
-    "r12",
-    "rbp",
-    "rbx",
-    "r11",
-    "r10",
-    "r9",
-    "r8",
-    "rax",
-    "rcx",
-    "rdx",
-    "rsi",
-    "rdi",
-    "orig_rax",
-    "rip",
-    "cs",
-    "eflags",
-    "rsp",
-    "ss",
-    "fs_base",
-    "gs_base",
-    "ds",
-    "es",
-    "fs",
-    "gs",
-)  # the kernel's order
+    "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss "
+    "fs_base gs_base ds es fs gs"
+)
 
 
 class Registers(ctypes.Structure):
     """`struct user_regs_struct`. Attributes are unsigned 64-bit integers."""
 
-    _fields_ = [(name, ctypes.c_ulonglong) for name in _REGISTER_NAMES]
+    _fields_ = [(name, ctypes.c_ulonglong) for name in _REGISTER_NAMES.split()]
     rip: int
     rsp: int
     rax: int
@@ -102,7 +77,7 @@ class Tracee:
         _call(_DETACH, self.tid, 0, signal_number)
 
     def wait(self, timeout_s: float) -> Stop | None:
-        """The next stop, or None after the timeout. TraceeGone if the thread ended."""
+        """Return the next stop, or None after the timeout. TraceeGone if the thread ended."""
         deadline = time.monotonic() + timeout_s
         while True:
             pid, status = os.waitpid(self.tid, os.WNOHANG | _WALL)
@@ -135,7 +110,7 @@ class Tracee:
 
 
 def block_signals() -> None:
-    """A Ctrl-C meant for the command must not end the tracer between two register writes; SIGCHLD is for `wait`."""
+    """Block a terminal's signals: Ctrl-C must not end the tracer between two register writes. `wait` needs SIGCHLD."""
     interactive = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP}
     signal.pthread_sigmask(signal.SIG_BLOCK, interactive | {signal.SIGCHLD})
 

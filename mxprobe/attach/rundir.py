@@ -1,6 +1,6 @@
 """The private directory of one attachment: `BASE/mxprobe-UID/PID.START/` with control socket and archive.
 
-Its owner holds a lock on it for as long as it lives, so a directory whose lock is free is a leftover and is removed.
+Its owner holds a lock on it for as long as it lives. A directory whose lock is free is a leftover and is removed.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mxprobe.attach.pages import SUFFIX as PAGES_SUFFIX
-from mxprobe.attach.pages import PageRecord
+from mxprobe.attach.page_record import SUFFIX as PAGES_SUFFIX
+from mxprobe.attach.page_record import PageRecord
 from mxprobe.attach.process import Process, look_up
 from mxprobe.attach.refusals import refuse
 from mxprobe.errors import AttachError
@@ -22,13 +22,14 @@ from mxprobe.listener import base_directories, is_private, private_directory
 _LOCK = "lock"
 _SOCKET = "control.sock"
 _SCRIPT_SUFFIX = ".script"
+_OF_ONE_PROCESS = (".listen.sock", PAGES_SUFFIX, _SCRIPT_SUFFIX)
 _UNFINISHED = ".new-"
 _UNFINISHED_S = 60.0
 _LONGEST_NAME_BYTES = 48  # "/4194304.18446744073709551615/control.sock"
 
 
 class RunDirectory:
-    """Made by `create`, removed by `close`."""
+    """The private directory of one attachment. `create` makes it and `close` removes it."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -44,17 +45,17 @@ class RunDirectory:
 
     @property
     def page_record(self) -> PageRecord:
-        """Beside the directory, which goes with this attachment: the record stays as long as there are pages."""
+        """The record of its pages. It lies beside the directory, for it stays as long as there are pages."""
         return PageRecord(self.path.with_name(self.path.name + PAGES_SUFFIX))
 
     @property
     def script(self) -> Path:
-        """What `sys.remote_exec` is told to run. Beside the directory too: one that runs late must find its file."""
+        """What `sys.remote_exec` is told to run. It lies beside the directory too: one that runs late must find it."""
         return self.path.with_name(self.path.name + _SCRIPT_SUFFIX)
 
     @classmethod
     def create(cls, process: Process) -> "RunDirectory":
-        """A fresh directory for that process. AttachError `already_attached` while another one is in use."""
+        """Make a fresh directory for that process. AttachError `already_attached` while another one is in use."""
         clean_stale()
         parent = Path(private_directory(os.environ, reserve_bytes=_LONGEST_NAME_BYTES))
         if _find(process) is not None:
@@ -74,7 +75,7 @@ class RunDirectory:
         return cls(final, lock)
 
     def visible_to(self, process: Process) -> bool:
-        """True if the process, in its own mount namespace and root, finds this very directory at this path."""
+        """Return True if the process, in its own mount namespace and root, finds this very directory at this path."""
         try:
             there, here = os.stat(f"/proc/{process.pid}/root{self.path}"), self.path.stat()
         except OSError:
@@ -88,7 +89,7 @@ class RunDirectory:
 
 
 def attached() -> list[tuple[int, Path]]:
-    """(PID, control socket) of every attachment of this user that has a living controller."""
+    """Return (PID, control socket) of every attachment of this user that has a living controller."""
     found: dict[int, Path] = {}
     for directory in _directories():
         if _in_use(directory):
@@ -97,7 +98,7 @@ def attached() -> list[tuple[int, Path]]:
 
 
 def control_socket_of(pid: int) -> Path | None:
-    """The control socket of the attachment to that process, or None if there is none."""
+    """Return the control socket of the attachment to that process, or None if there is none."""
     try:
         directory = _find(look_up(pid))
     except AttachError:
@@ -112,19 +113,16 @@ def clean_stale() -> list[Path]:
         if directory.name.startswith(_UNFINISHED) and not _is_old(directory):
             continue  # its maker may have the lock file, and not yet the lock
         lock = _try_lock(directory)
-        if lock is None and not _abandoned(directory):
+        made_without_lock = _is_old(directory) and not (directory / _LOCK).exists()  # its maker was killed in between
+        if lock is None and not made_without_lock:
             continue
         shutil.rmtree(directory, ignore_errors=True)
         if lock is not None:
             os.close(lock)
         removed.append(directory)
-    for parent in dict.fromkeys(_parents(os.environ)):
-        for leftover in (
-            *parent.glob("*.listen.sock"),
-            *parent.glob(f"*{PAGES_SUFFIX}"),
-            *parent.glob(f"*{_SCRIPT_SUFFIX}"),
-        ):
-            if _is_of_the_dead(leftover.name):
+    for parent in _parents(os.environ):
+        for leftover in parent.iterdir():
+            if leftover.name.endswith(_OF_ONE_PROCESS) and _is_of_the_dead(leftover.name):
                 with contextlib.suppress(OSError):
                     leftover.unlink()
                     removed.append(leftover)
@@ -132,17 +130,13 @@ def clean_stale() -> list[Path]:
 
 
 def listener_socket_of(process: Process) -> Path | None:
-    """The socket on which the job itself listens, wherever its environment or ours would have put it."""
-    for environ in (process.environ, os.environ):
-        for parent in _parents(environ):
-            path = parent / f"{process.inner_pid}.listen.sock"
-            if path.is_socket():
-                return path
-    return None
+    """Return the socket on which the job itself listens, wherever its environment or ours would have put it."""
+    paths = (parent / f"{process.inner_pid}.listen.sock" for parent in _parents(process.environ, os.environ))
+    return next((path for path in paths if path.is_socket()), None)
 
 
 def _is_of_the_dead(name: str) -> bool:
-    """True for `PID.listen.sock` and `PID.START.pages` of a process that is gone."""
+    """Return True for `PID.listen.sock` and `PID.START.pages` of a process that is gone."""
     pid, start_ticks, *_ = name.split(".")
     if not Path("/proc", pid).exists():
         return True
@@ -157,22 +151,19 @@ def _name(process: Process) -> str:
 
 
 def _find(process: Process) -> Path | None:
-    for environ in (os.environ, process.environ):
-        for parent in _parents(environ):
-            if _in_use(parent / _name(process)):
-                return parent / _name(process)
-    return None
+    directories = (parent / _name(process) for parent in _parents(os.environ, process.environ))
+    return next((directory for directory in directories if _in_use(directory)), None)
 
 
-def _parents(environ: Mapping[str, str]) -> Iterator[Path]:
-    for base in base_directories(environ):
-        parent = os.path.join(base, f"mxprobe-{os.getuid()}")
-        if is_private(parent):
-            yield Path(parent)
+def _parents(*environs: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the private directories that there are where these environments put them, each once."""
+    bases = dict.fromkeys(base for environ in environs for base in base_directories(environ))
+    parents = (os.path.join(base, f"mxprobe-{os.getuid()}") for base in bases)
+    yield from (Path(parent) for parent in parents if is_private(parent))
 
 
 def _directories(*, unfinished: bool = False) -> Iterator[Path]:
-    for parent in dict.fromkeys(_parents(os.environ)):
+    for parent in _parents(os.environ):
         for entry in sorted(parent.iterdir()):
             named = entry.name.partition(".")[0].isdigit() and not entry.name.endswith(".sock")
             if entry.is_dir() and (named or (unfinished and entry.name.startswith(_UNFINISHED))):
@@ -187,11 +178,6 @@ def _in_use(directory: Path) -> bool:
     return (directory / _LOCK).exists()
 
 
-def _abandoned(directory: Path) -> bool:
-    """True for a directory whose maker was killed before it had a lock."""
-    return _is_old(directory) and not (directory / _LOCK).exists()
-
-
 def _is_old(directory: Path) -> bool:
     try:
         return time.time() - directory.stat().st_mtime > _UNFINISHED_S
@@ -200,7 +186,7 @@ def _is_old(directory: Path) -> bool:
 
 
 def _try_lock(directory: Path, *, create: bool = False) -> int | None:
-    """A descriptor that holds the directory's lock, or None if another holds it or there is no lock file."""
+    """Return a descriptor that holds the directory's lock, or None if another holds it or there is no lock file."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
     try:
         descriptor = os.open(directory / _LOCK, flags, 0o600)

@@ -1,4 +1,4 @@
-"""The control socket: who connects, checked; what they send, as events for the controller's loop.
+"""The control socket. It checks who connects, and hands what they send to the controller's loop as events.
 
 Batches do not pass through the loop: the agent's own thread hands them to `on_batch` and acknowledges them when it
 returns, so a slow disk delays acknowledgements, never the lease.
@@ -11,8 +11,8 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mxprobe.errors import MxprobeError
 from mxprobe.listener import peer_of
@@ -22,14 +22,14 @@ _FIRST_FRAME_TIMEOUT_S = 10.0
 
 
 class Peer:
-    """The other end of one connection; `send` may be called from any thread."""
+    """The other end of one connection. Any thread may call `send`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> bool:
-        """False if the peer is gone, which its own thread reports as an event."""
+        """Return False if the peer is gone, which its own thread reports as an event."""
         try:
             with self._sending:
                 send_frame(self._connection, frame)
@@ -46,44 +46,33 @@ class Peer:
         self._connection.close()
 
 
-@dataclass(frozen=True)
-class AgentHello:
+class AgentHello(NamedTuple):
     agent: Peer
     frame: Frame
 
 
-@dataclass(frozen=True)
-class AgentSaid:
+class AgentSaid(NamedTuple):
     frame: Frame
 
 
-@dataclass(frozen=True)
-class AgentGone:
+class AgentGone(NamedTuple):
     detail: str
 
 
-@dataclass(frozen=True)
-class WriteFailed:
+class WriteFailed(NamedTuple):
     error: MxprobeError
 
 
-@dataclass(frozen=True)
-class ClientAsked:
+class ClientAsked(NamedTuple):
     client: Peer
     frame: Frame
 
-    @property
-    def verb(self) -> str:
-        return str(self.frame["verb"])
+
+class Interrupted(NamedTuple):
+    """The user of this very process asked to leave."""
 
 
-@dataclass(frozen=True)
-class Interrupted:
-    """Asked to leave, by the user of this very process."""
-
-
-@dataclass(frozen=True)
-class TriggerWanted:
+class TriggerWanted(NamedTuple):
     """The flight recorders are to write their past, for that reason."""
 
     reason: str

@@ -14,7 +14,7 @@ _LINE = (
 
 
 def hook_path() -> Path:
-    """Where the hook of the running interpreter's environment is, or would be."""
+    """Return where the hook of the running interpreter's environment is, or would be."""
     return Path(sysconfig.get_paths()["purelib"]) / _NAME
 
 

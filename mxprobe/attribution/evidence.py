@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.metrics import Series, preferred
+from mxprobe.numbers import number, p_value, whole_percent
 from mxprobe.schema import OUTPUT_SUMS, Component, Phase, Role, Verdict
 from mxprobe.trace import Trace
 
@@ -23,7 +24,7 @@ from .thresholds import Thresholds
 from .token_mismatch import behind_words
 from .trends import ALPHA, find_step, mann_kendall
 from .weight_changes import weight_changes
-from .words import COMPONENT_WORDS, listed, number, percent, place
+from .words import COMPONENT_WORDS, listed, place
 
 _TRENDS = {
     "reward_mean": "reward",
@@ -75,7 +76,7 @@ def _coverage(coverage: Coverage) -> Evidence:
         Certainty.MEASURED,
         f"0 % covered, because {coverage.because}"
         if coverage.because
-        else f"{percent(coverage.flops_frac)} of forward GEMM FLOPs seen ({text})",
+        else f"{whole_percent(coverage.flops_frac)} of forward GEMM FLOPs seen ({text})",
         coverage.flops_frac,
     )
 
@@ -130,7 +131,7 @@ def _log_probs(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
     yield Evidence(
         "effective_sample_size",
         Certainty.MEASURED,
-        f"{percent(loss)} of the effective sample size is lost to the difference of rollout and trainer",
+        f"{whole_percent(loss)} of the effective sample size is lost to the difference of rollout and trainer",
         loss,
         thresholds.ess_loss,
         loss > thresholds.ess_loss,
@@ -176,9 +177,10 @@ def _explained(measured: Measured, thresholds: Thresholds) -> Iterator[Evidence]
     yield Evidence(
         name,
         Certainty.PREDICTED,
-        f"rounding explains {percent(share)} of the mismatch of log-probabilities, {percent(1.0 - share)} is not "
-        f"explained: mean d^2 is {number(found.observed)} nats^2 a token, {number(found.replayed)} where training "
-        f"batches are replayed with every Linear rounded (ratio {found.share:.2f}{interval}, {found.n_steps} steps)",
+        f"rounding explains {whole_percent(share)} of the mismatch of log-probabilities, "
+        f"{whole_percent(1.0 - share)} is not explained: mean d^2 is {number(found.observed)} nats^2 a token, "
+        f"{number(found.replayed)} where training batches are replayed with every Linear rounded (ratio "
+        f"{found.share:.2f}{interval}, {found.n_steps} steps)",
         found.share,
         1.0 - thresholds.unexplained,
         found.share >= 1.0 - thresholds.unexplained,
@@ -239,7 +241,8 @@ def _mismatch(decision: Decision, thresholds: Thresholds) -> Iterator[Evidence]:
         text += f"; {seen.n_same_recipe} compute the same function on both sides (one exact recipe) and count as 0"
     value, share = seen.median, seen.share_above(gate)
     if value <= gate and share >= thresholds.far_share:
-        text += f"; {percent(share)} of them are over {number(gate)}; {percent(thresholds.far_share)} make a symptom"
+        needed = whole_percent(thresholds.far_share)
+        text += f"; {whole_percent(share)} of them are over {number(gate)}; {needed} make a symptom"
         value = seen.reached_by(thresholds.far_share)
     elif value <= gate and seen.is_symptom(thresholds):
         value, gate = seen.largest, max(gate, thresholds.mismatch_alone)
@@ -287,7 +290,7 @@ def _fit(decision: Decision, measured: Measured, thresholds: Thresholds) -> Iter
         yield Evidence(
             "mismatch_of_far",
             Certainty.MEASURED,
-            f"modules far from what their recipe predicts make {percent(share)} of all Linears' mismatch",
+            f"modules far from what their recipe predicts make {whole_percent(share)} of all Linears' mismatch",
             share,
             thresholds.unexplained,
             share > thresholds.unexplained,
@@ -360,14 +363,10 @@ def _trends(signals: pd.DataFrame) -> Iterator[Evidence]:
 def _tested(values: npt.NDArray[np.float64]) -> str:
     """`; rising (Mann-Kendall, p < 0.001), a step fits at point 40 of 200 (p 0.002)`."""
     trend, step = mann_kendall(values), find_step(values)
-    said = f"; {trend.direction()} (Mann-Kendall, p {_p(trend.p)})" if trend else ""
+    said = f"; {trend.direction()} (Mann-Kendall, p {p_value(trend.p)})" if trend else ""
     if step is not None and step.p < ALPHA:
-        said += f", a step fits at point {step.at} of {len(values)} (p {_p(step.p)})"
+        said += f", a step fits at point {step.at} of {len(values)} (p {p_value(step.p)})"
     return said
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 1e-3 else number(value)
 
 
 def _one_series(rows: pd.DataFrame) -> pd.DataFrame:

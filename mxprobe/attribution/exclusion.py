@@ -56,6 +56,11 @@ class ExclusionCurve:
     """The modules up to the knee as the framework spells a list of what to leave out; exactly these."""
 
     @property
+    def kept_in(self) -> str:
+        """`BF16` or `MXFP8`."""
+        return "BF16" if self.keep == BF16 else self.keep.upper()
+
+    @property
     def kept(self) -> tuple[str, ...]:
         return tuple(point.module for point in self.points[1 : self.knee + 1])
 

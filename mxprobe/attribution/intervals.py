@@ -14,6 +14,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from mxprobe.numbers import fixed, interval
+
 Array = npt.NDArray[np.float64]
 
 
@@ -23,6 +25,11 @@ class Gain:
     low: float
     high: float
     n: int
+
+    @property
+    def words(self) -> str:
+        """`0.71 [0.64, 0.77]`."""
+        return interval(self.value, self.low, self.high, fixed)
 
 
 def gain_of(after: Array, before: Array, weights: Array, *, confidence: float = 0.95) -> Gain:

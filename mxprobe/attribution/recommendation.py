@@ -1,11 +1,12 @@
 """The outcome of `mxprobe recommend`, as plain data. `docs/recommend-json.md` documents its JSON."""
 
 import html
-import math
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum, StrEnum
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
+from mxprobe.numbers import fixed
+from mxprobe.plain_data import plain_data
 from mxprobe.schema import PLAIN_WORDS, Component, Role, Verdict
 
 from .exclusion import ExclusionCurve
@@ -173,7 +174,7 @@ class Recommendation:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready data: enums as strings, numbers that are not finite as null."""
-        data: dict[str, Any] = _plain(self)
+        data: dict[str, Any] = plain_data(self)
         data["where"] = {"groups": [{"kind": group.pop("module_kind"), **group} for group in data["where"]]}
         for score in data["corrections"]:
             score["named"] = score["correction"] in self.chosen
@@ -181,10 +182,10 @@ class Recommendation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the headline, what is named and how sure that is."""
-        agreement = "unknown" if self.agreement.value is None else f"{self.agreement.value:.2f}"
+        agreement = "unknown" if self.agreement.value is None else f"{fixed(self.agreement.value)}"
         rows = "".join(
-            f"<tr><td>{html.escape(score.correction)}</td><td>{score.gain:.2f}</td>"
-            f"<td>[{score.gain_low:.2f}, {score.gain_high:.2f}]</td><td>{score.cost_gemm:g}</td></tr>"
+            f"<tr><td>{html.escape(score.correction)}</td><td>{fixed(score.gain)}</td>"
+            f"<td>[{fixed(score.gain_low)}, {fixed(score.gain_high)}]</td><td>{score.cost_gemm:g}</td></tr>"
             for score in self.corrections
             if score.correction in self.chosen
         )
@@ -195,17 +196,3 @@ class Recommendation:
             + (f"<table>{head}{rows}</table>" if rows else "")
             + f"<p>What would change this: {html.escape(self.what_would_change)}</p>"
         )
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

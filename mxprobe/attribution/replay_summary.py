@@ -4,12 +4,12 @@ predicted gain(c) = 1 - sum_i Delta2_i r_ic / sum_i Delta2_i        r_ic: part o
                                                                     leaves, as the what-ifs measured it
 """
 
-import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pandas as pd
 
+from mxprobe.plain_data import plain_data
 from mxprobe.schema import Role
 from mxprobe.trace import Trace
 
@@ -87,7 +87,7 @@ class ReplaySummary:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready data; numbers that are not finite are null."""
-        return {"schema": JSON_SCHEMA, **_plain(self)}
+        return {"schema": JSON_SCHEMA, **plain_data(self)}
 
 
 def replay_summary(trace: Trace) -> ReplaySummary | None:
@@ -160,15 +160,3 @@ def _operands(probes: pd.DataFrame) -> list[OperandEffect]:
         OperandEffect(str(row["module"]), str(row["role"]), str(row["method"]), float(row["relative_l2"]))
         for row in rows
     ]
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from mxprobe.numbers import number, whole_percent
 from mxprobe.schema import Component, Verdict
 
 from . import words
@@ -16,7 +17,7 @@ from .token_mismatch import behind_words
 
 
 def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> str:
-    """The verdict in one or two sentences that name the place and the correction."""
+    """Return the verdict in one or two sentences that name the place and the correction."""
     where, component = words.place(decision.where), words.COMPONENT_WORDS[decision.component]
     match decision.reason:
         case Reason.NO_ROWS:
@@ -66,7 +67,7 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
             share = measured.explained.share if measured.explained else math.nan
             return (
                 f"Not explained by MXFP4 rounding: replayed with every Linear rounded, training batches show "
-                f"{words.percent(share)} of the disagreement of rollout and trainer on the probabilities of tokens. "
+                f"{whole_percent(share)} of the disagreement of rollout and trainer on the probabilities of tokens. "
                 "No correction can be named for the rest."
             )
         case Reason.NO_OPERANDS:
@@ -85,7 +86,7 @@ def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> 
 
 
 def what_would_change(decision: Decision, measured: Measured, thresholds: Thresholds) -> str:
-    """What to measure or see for another verdict."""
+    """Say what to measure or see for another verdict."""
     seen = decision.mismatch
     match decision.reason:
         case Reason.NO_ROWS | Reason.FEW_STEPS:
@@ -99,16 +100,16 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
             log_probs = measured.sides.seen(weights)
             if log_probs is not None:
                 return (
-                    f"A mean |log-probability difference| above {words.number(log_probs.gate(thresholds))} nats (now "
-                    f"{words.number(log_probs.abs_d(weights))}), or an effective sample size lower by more than "
-                    f"{words.percent(thresholds.ess_loss)} (now {words.percent(log_probs.ess_loss(weights))})."
+                    f"A mean |log-probability difference| above {number(log_probs.gate(thresholds))} nats (now "
+                    f"{number(log_probs.abs_d(weights))}), or an effective sample size lower by more than "
+                    f"{whole_percent(thresholds.ess_loss)} (now {whole_percent(log_probs.ess_loss(weights))})."
                 )
             return (
-                f"A median mismatch above {words.number(seen.gate(thresholds))} (now {words.number(seen.median)}), "
-                f"{words.percent(thresholds.far_share)} of the Linears over that (now "
-                f"{words.percent(seen.share_above(seen.gate(thresholds)))}), one over "
-                f"{words.number(max(thresholds.mismatch_alone, seen.gate(thresholds)))} (now "
-                f"{words.number(seen.largest)}), or log-probabilities of rollout and trainer, which this trace does "
+                f"A median mismatch above {number(seen.gate(thresholds))} (now {number(seen.median)}), "
+                f"{whole_percent(thresholds.far_share)} of the Linears over that (now "
+                f"{whole_percent(seen.share_above(seen.gate(thresholds)))}), one over "
+                f"{number(max(thresholds.mismatch_alone, seen.gate(thresholds)))} (now "
+                f"{number(seen.largest)}), or log-probabilities of rollout and trainer, which this trace does "
                 "not hold."
             )
         case Reason.BEHIND:
@@ -128,12 +129,12 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
         case Reason.FAR:
             share = share_of_far(seen, far_modules(decision.fits, len(measured.modules)))
             many = any(fit.far_share >= thresholds.far_share for fit in decision.fits)
-            needs = [f"fewer than {words.percent(thresholds.far_share)} of the modules far from their prediction"]
+            needs = [f"fewer than {whole_percent(thresholds.far_share)} of the modules far from their prediction"]
             needs = needs if many else []
             if share > thresholds.unexplained:
                 needs.append(
-                    f"no more than {words.percent(thresholds.unexplained)} of the mismatch made by modules far from "
-                    f"their prediction (now {words.percent(share)})"
+                    f"no more than {whole_percent(thresholds.unexplained)} of the mismatch made by modules far from "
+                    f"their prediction (now {whole_percent(share)})"
                 )
             return (
                 f"{words.sentence(words.listed(needs))}. Look first at async policy lag and at raw against processed "
@@ -147,8 +148,8 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
                 decision.component, decision.component.value
             )
             margin = (
-                f", less than {words.percent(thresholds.component_share)} of the output error as "
-                f"{words.COMPONENT_WORDS[decision.component]} (now {words.percent(decision.shares[share])})"
+                f", less than {whole_percent(thresholds.component_share)} of the output error as "
+                f"{words.COMPONENT_WORDS[decision.component]} (now {whole_percent(decision.shares[share])})"
                 if share in decision.shares
                 else ""
             )
@@ -164,39 +165,39 @@ def what_would_change(decision: Decision, measured: Measured, thresholds: Thresh
 
 
 def _no_symptom(decision: Decision, thresholds: Thresholds) -> str:
-    """What the layers' mismatch must be to make no symptom."""
+    """Say what the layers' mismatch must be to make no symptom."""
     seen, gate = decision.mismatch, decision.mismatch.gate(thresholds)
     share = decision.situation.share if decision.situation is not None else None
     allowed = thresholds.far_share if share is None else min(share, thresholds.far_share)
-    over, largest = words.percent(seen.share_above(gate)), words.number(seen.largest)
+    over, largest = whole_percent(seen.share_above(gate)), number(seen.largest)
     if allowed < 1e-9:
-        return f"no mismatch of a Linear over {words.number(gate)} (now {over} of them, the largest {largest})"
+        return f"no mismatch of a Linear over {number(gate)} (now {over} of them, the largest {largest})"
     return (
-        f"a median mismatch under {words.number(gate)} (now {words.number(seen.median)}) with less than "
-        f"{words.percent(allowed)} of the Linears over it (now {over}) and none over "
-        f"{words.number(max(thresholds.mismatch_alone, gate))} (now {largest})"
+        f"a median mismatch under {number(gate)} (now {number(seen.median)}) with less than "
+        f"{whole_percent(allowed)} of the Linears over it (now {over}) and none over "
+        f"{number(max(thresholds.mismatch_alone, gate))} (now {largest})"
     )
 
 
 def _cost(measured: Measured) -> str:
-    """What rounding costs a run whose two sides round alike."""
+    """Say what rounding costs a run whose two sides round alike."""
     weights = np.ones(measured.n_clusters)
     errors = [float(np.nanmedian(sums.realised(weights))) for sums in measured.outputs.values()]
-    return f" Both carry rounding: a median error of {words.number(max(errors))} of a layer's output energy (measured)."
+    return f" Both carry rounding: a median error of {number(max(errors))} of a layer's output energy (measured)."
 
 
 def _would(decision: Decision) -> str:
-    """What MXFP4 would do to a high-precision run."""
+    """Say what MXFP4 would do to a high-precision run."""
     if not decision.where:
         return ""
     largest = max(group.output_error for group in decision.where)
     sentence = (
-        f" MXFP4 would put an error of up to {words.number(largest)} of the output's energy into "
+        f" MXFP4 would put an error of up to {number(largest)} of the output's energy into "
         f"{words.place(decision.where)}, mostly {words.COMPONENT_WORDS[decision.component]} (predicted)."
     )
     helpful = [score for score in decision.scores if score.is_eligible and score.tier == 1]
     if helpful:
         best = max(helpful, key=lambda score: score.gain)
         helps = words.sentence(words.correction_words(best.correction))
-        sentence += f" {helps} would remove {words.percent(best.gain)} of it."
+        sentence += f" {helps} would remove {whole_percent(best.gain)} of it."
     return sentence

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from mxprobe.numbers import number
 from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 
 from .thresholds import Thresholds
 from .windows import Steps, spanned, window_of
-from .words import listed, number
+from .words import listed
 
 Array = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@
     r_w         = sum |dQ| / sum |dW|                                        TetraJet's oscillation ratio, one step
     near_frac   = elements within a tenth of a grid step of a rounding boundary; .2 where they lie evenly
 
-Between the weights of neighbouring steps (`mxprobe.measuring.versions.updates`), on the watched output features.
+Between the weights of neighbouring steps (`mxprobe.measuring.versions.weight_updates`), on the watched output features.
 Sums first.
 """
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from mxprobe.numbers import whole_percent
 from mxprobe.schema import Phase
 from mxprobe.trace import Trace
 from mxprobe_kernels.formats import Rule
 from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
-from . import evidence, ratios, words
+from . import evidence, ratios
 from .catalogue import catalogue
 from .coverage import coverage_of
 from .decision import Decision, decide
@@ -160,7 +161,7 @@ def _caveats(trace: Trace, measured: Measured, decision: Decision, thresholds: T
         said.extend(_rule_caveats(operands.rule, measured.outputs))
         sampled = trace.table("tensors", ("sampled_frac",))["sampled_frac"].min()
         if sampled < 1.0:
-            said.append(f"Rows and features were sampled, down to {words.percent(float(sampled))} of a tensor.")
+            said.append(f"Rows and features were sampled, down to {whole_percent(float(sampled))} of a tensor.")
     if any(Correction.parse(name).kind is CorrectionKind.OUTLIER_FALLBACK for name in decision.chosen):
         said.append(
             "Alpha of the outlier fallback was chosen by output error, which always prefers 1; the paper's 0.5 comes "

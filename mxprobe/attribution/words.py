@@ -1,8 +1,8 @@
 """Words for roles, components and corrections, the same in the terminal, in the report and in JSON."""
 
-import math
 from collections.abc import Iterable, Sequence
 
+from mxprobe.numbers import number, percent, whole_percent
 from mxprobe.schema import Component, Role
 from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
@@ -17,6 +17,15 @@ ROLE_WORDS: dict[Role, str] = {
     Role.G_WGRAD: "output gradients (wgrad)",
     Role.X_WGRAD: "inputs (wgrad)",
 }
+ROLE_LABELS: dict[str, str] = {
+    Role.X_FWD: "X fwd",
+    Role.W_FWD: "W fwd",
+    Role.G_DGRAD: "G dgrad",
+    Role.W_DGRAD: "W dgrad",
+    Role.G_WGRAD: "G wgrad",
+    Role.X_WGRAD: "X wgrad",
+}
+"""For tables and axes."""
 COMPONENT_WORDS: dict[Component, str] = {
     Component.SCALE: "scale bias",
     Component.DEADZONE: "deadzone",
@@ -28,8 +37,11 @@ COMPONENT_WORDS: dict[Component, str] = {
 
 
 def correction_words(correction: str) -> str:
-    """`of:0.5` -> `outlier fallback (alpha 0.5)`."""
-    parsed = Correction.parse(correction)
+    """Return the words for a correction: `of:0.5` -> `outlier fallback (alpha 0.5)`; an unknown one as it is."""
+    try:
+        parsed = Correction.parse(correction)
+    except ValueError:
+        return correction
     parameter = parsed.parameter
     share = parameter if isinstance(parameter, (int, float)) else 0.0
     return {
@@ -51,7 +63,7 @@ def correction_words(correction: str) -> str:
 
 
 def listed(items: Iterable[str], *, last: str = "and", limit: int = 12) -> str:
-    """`a, b and c`; beyond the limit, `a, b and 7 more`."""
+    """Return `a, b and c`; beyond the limit, `a, b and 7 more`."""
     names = list(items)
     if len(names) > limit:
         names = [*names[: limit - 1], f"{len(names) - limit + 1} more"]
@@ -59,7 +71,7 @@ def listed(items: Iterable[str], *, last: str = "and", limit: int = 12) -> str:
 
 
 def place(where: Sequence[OperandGroup]) -> str:
-    """`the inputs of q_proj and k_proj, and the inputs and weights of o_proj`."""
+    """Return `the inputs of q_proj and k_proj, and the inputs and weights of o_proj`."""
     roles_of: dict[str, list[str]] = {}
     for group in where:
         roles_of.setdefault(group.module_kind, []).append(ROLE_WORDS[group.role])
@@ -70,26 +82,15 @@ def place(where: Sequence[OperandGroup]) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital first letter; the rest stays as it is spelled."""
+    """Return the text with a capital first letter; the rest stays as it is spelled."""
     return text[:1].upper() + text[1:]
 
 
-def percent(share: float) -> str:
-    return "unknown" if not math.isfinite(share) else f"{100.0 * share:.0f} %"
-
-
-def number(value: float) -> str:
-    """Three digits, without an exponent where that is readable."""
-    if math.isnan(value):
-        return "unknown"
-    return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}"
-
-
 def update_words(seen: UpdateVisibility) -> str:
-    """What `UpdateVisibility` says, in two sentences."""
-    back = f"; {percent(seen.return_frac)} of these go back to the value before" if seen.return_frac >= 0 else ""
+    """Say in two sentences."""
+    back = f"; {whole_percent(seen.return_frac)} of these go back to the value before" if seen.return_frac >= 0 else ""
     return (
         f"An update changes the weights by {number(seen.relative_update)} of their norm and the MXFP4 value of "
-        f"{number(100.0 * seen.flip_frac)} % of them{back} (measured, {seen.n_modules} modules, {seen.n_steps} steps). "
+        f"{percent(seen.flip_frac)} of them{back} (measured, {seen.n_modules} modules, {seen.n_steps} steps). "
         f"What arrives has cosine {number(seen.cosine)} with the update and {number(seen.norm_ratio)} times its norm."
     )

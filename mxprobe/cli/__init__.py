@@ -97,13 +97,13 @@ class LazyGroup(click.Group):
 
 
 def _interrupted() -> click.exceptions.Exit:
-    """click's own code for an interrupt is 1, which here says that a threshold is breached."""
+    """Return the end by an interrupt. click's own exit code for it is 1, which here means a breached threshold."""
     click.echo("\nmxprobe: interrupted", err=True)
     return click.exceptions.Exit(EXIT_INTERRUPTED)
 
 
 def _not_written(error: OSError) -> click.exceptions.Exit:
-    """Standard output takes no more. What is left in its buffer goes nowhere, so that Python's end is quiet."""
+    """Return the end where standard output takes no more. Drop what is in its buffer, so that Python ends quietly."""
     if error.errno == errno.ENOSPC:
         click.echo(f"mxprobe: {error.strerror}: what was to be written is not there in full", err=True)
     with contextlib.suppress(OSError, ValueError):  # standard output may be no file, or closed

@@ -5,50 +5,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from mxprobe.cli import pids as targets
-from mxprobe.cli.durations import Duration
-from mxprobe.cli.experts import Experts
-from mxprobe.cli.shares import Share
-from mxprobe.cli.sizes import Kept, Size
+from mxprobe.attach import MECHANISMS
+from mxprobe.cli import targets
+from mxprobe.cli.param_types import Duration, Experts, Kept, Share, Size
 from mxprobe.errors import UsageError
-from mxprobe.protocol import MECHANISMS, AgentConfig
+from mxprobe.protocol import AgentConfig
 from mxprobe_kernels.formats import Rule
 
 if TYPE_CHECKING:
+    from mxprobe.attach.daemon import Attach
     from mxprobe.attach.group import AttachOptions
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 _DEFAULTS = AgentConfig()
 DEFAULT_MAX_OVERHEAD = 0.03
 DEFAULT_MAX_TRACE = "2GB"
-_MAX_TORCH_WAIT_S = 60.0  # of one try: meanwhile the agent listens to nobody
 _RULES = [rule.value for rule in Rule]
-
-_ENDED = {
-    "detached": "detached",
-    "interrupted": "detached",
-    "duration": "detached after the time asked for",
-    "target_exited": "the process has ended",
-    "agent_lost": "the agent went away; the process runs on",
-    "error_budget": "the agent took itself off after too many errors; see the events in the trace",
-    "lease_expired": "the agent took itself off: it heard nothing from this process for too long",
-    "exit": "the process has ended",
-    "agent_failed": "the agent failed and took itself off; run.json says how",
-    "worker_died": "the agent took itself off: the thread that measures had ended",
-    "model_gone": "the model that was watched is no more; attach again for the one that the process trains now",
-}
+_MAX_TORCH_WAIT_S = 60.0  # of one try: meanwhile the agent listens to nobody
 
 
-def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callable[[_F], _F]:
-    """An option for one field of `AgentConfig`, with that field's default."""
-    return click.option(flag, type=kind, default=getattr(_DEFAULTS, field), show_default=True, help=help)
+def _setting(flag: str, kind: click.ParamType, help: str, field: str = "") -> Callable[[Any], Any]:
+    """Return an option for the field of `AgentConfig` that is called like it, with that field's default."""
+    default = getattr(_DEFAULTS, field or flag[2:].replace("-", "_"))
+    return click.option(flag, type=kind, default=default, show_default=True, help=help)
 
 
 @click.command("attach")
@@ -70,28 +55,29 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     help="Trace directory; default ./NAME-PID-TIME.mxprobe. Of a URL (s3://BUCKET/NAME.mxprobe), ./NAME.mxprobe, "
     "which is copied there as it grows.",
 )
-@_setting("--every", "every", click.IntRange(min=1), "Probe every N-th step.")
-@_setting("--weights-every", "weights_every", click.IntRange(min=1), "Decompose the weights every N-th step.")
+@_setting("--every", click.IntRange(min=1), "Probe every N-th step.")
+@_setting("--weights-every", click.IntRange(min=1), "Decompose the weights every N-th step.")
 @_setting(
     "--sensitivity-every",
-    "sensitivity_every",
     click.IntRange(min=0),
     "Replay a microbatch every N-th step to see which operands matter; 0: never.",
 )
 @_setting(
     "--replay-every",
-    "replay_every",
     click.IntRange(min=0),
     "Replay a microbatch every N-th step under other roundings; 0: never.",
 )
 @click.option("--layers", multiple=True, metavar="GLOB", help="Only modules whose name matches; may be repeated.")
 @_setting(
     "--experts",
-    "experts",
     Experts(),
     "Of fused experts, keep so many of the worst of each layer by name; `all` also measures all at each probed step.",
 )
-@_setting("--rule", "rule", click.Choice(_RULES), "Scale rule of the MXFP4 quantizer that errors are measured for.")
+@_setting(
+    "--rule",
+    click.Choice(_RULES),
+    "Scale rule of the MXFP4 quantizer that errors are measured for.",
+)
 @click.option(
     "--max-overhead",
     type=Share(),
@@ -127,7 +113,7 @@ def _setting(flag: str, field: str, kind: click.ParamType, help: str) -> Callabl
     help="Disk that the trace may take: beyond it old steps are added up, the oldest most. 0: no limit.",
 )
 @click.option("--duration", type=Duration(), help="Detach after so long, e.g. 10m.")
-@_setting("--step-timeout", "step_timeout_s", Duration(), "Give up if the process takes no step for so long.")
+@_setting("--step-timeout", Duration(), "Give up if the process takes no step for so long.", field="step_timeout_s")
 @click.option("--via", type=click.Choice(MECHANISMS), help="Use this way in and no other; default: the first open.")
 @click.option("--wait", type=Duration(), help="Keep trying for so long while the process has not yet imported torch.")
 @click.option("--background", is_flag=True, help="Return once attached; detach with `mxprobe detach PID`.")
@@ -138,17 +124,8 @@ def command(
     job: bool,
     ray: str | None,
     output: Path | None,
-    every: int,
-    weights_every: int,
-    sensitivity_every: int,
-    replay_every: int,
     layers: tuple[str, ...],
-    experts: int,
-    rule: str,
     max_overhead: float | None,
-    max_gpu_memory: int,
-    eager_probe_steps: bool,
-    record: bool,
     keep: tuple[int | None, float | None] | None,
     max_trace: int,
     duration: float | None,
@@ -156,6 +133,7 @@ def command(
     via: str | None,
     wait: float | None,
     background: bool,
+    **agent: Any,
 ) -> None:
     """Attach to process PID and record a trace until it is detached; several go side by side into one trace.
 
@@ -191,17 +169,9 @@ def command(
         output = Path(name_of(copy_to))
     directory = output or Path(f"{processes[0].name}-{lead}-{datetime.now():%Y%m%d-%H%M%S}.mxprobe")
     config = AgentConfig(
-        every=every,
-        weights_every=weights_every,
-        sensitivity_every=sensitivity_every,
-        replay_every=replay_every,
+        **agent,
         layers=layers or _DEFAULTS.layers,
-        experts=experts,
-        rule=rule,
         max_overhead=_limit(ctx) if max_overhead is None else max_overhead,
-        max_gpu_memory=max_gpu_memory,
-        eager_probe_steps=eager_probe_steps,
-        record=record,
         torch_wait_s=min(max(wait or 0.0, _DEFAULTS.torch_wait_s), _MAX_TORCH_WAIT_S),
         step_timeout_s=step_timeout,
     )
@@ -225,29 +195,31 @@ def command(
         )
         _record(found, options, ready=ready)
 
-    if not background:
-        attach(lambda: None)
-        click.echo(directory)
-        return
-    from mxprobe.attach.background import LOG_NAME, run_in_background
-
-    controller_pid = run_in_background(attach, directory / LOG_NAME)
     attached = " ".join(map(str, found.pids))
-    click.echo(f"attached to {attached}; process {controller_pid} records (log: {directory / LOG_NAME})", err=True)
+    _run(attach, directory, background, lambda pid: f"attached to {attached}; process {pid} records")
+
+
+def _run(attach: Attach, directory: Path, background: bool, words: Callable[[int], str]) -> None:
+    """Attach in this process or a daemon, of whose PID `words` tells; print the trace's directory."""
+    if background:
+        from mxprobe.attach.daemon import LOG_NAME, run_in_background
+
+        log = directory / LOG_NAME
+        click.echo(f"{words(run_in_background(attach, log))} (log: {log})", err=True)
+    else:
+        attach(lambda: None)
     click.echo(directory)
 
 
 def _limit(ctx: click.Context) -> float:
-    """Who says how often to probe has said what it may cost."""
+    """Return no limit where --every is given: it says what the probe may cost."""
     return DEFAULT_MAX_OVERHEAD if ctx.get_parameter_source("every") is ParameterSource.DEFAULT else 0.0
 
 
 def _targets(pids: tuple[int, ...], *, job: bool, ray: str | None, wait_s: float) -> targets.Targets:
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
+    say = partial(click.echo, err=True)
     if ray is None:
-        targets.required(pids)
+        targets.require(pids)
         return targets.look_up_all(pids, job=job, wait_s=wait_s, say=say)
     if pids or job:
         raise UsageError(
@@ -259,12 +231,12 @@ def _targets(pids: tuple[int, ...], *, job: bool, ray: str | None, wait_s: float
 
 
 def _attach_nodes(found: targets.Targets, directory: Path, *, background: bool) -> None:
-    """To each node its own attach, with the options given here; the shares come together in one directory."""
+    """Attach on each node with the options given here; the shares come together in one directory."""
     import threading
 
     from mxprobe.attach.group import signals_handled
-    from mxprobe.attach.ray_nodes import record
-    from mxprobe.attach.recorder import check_free
+    from mxprobe.attach.ray_cluster import record
+    from mxprobe.attach.trace_recorder import check_free
 
     check_free(directory)
     facts = {"command_line": ["mxprobe", *sys.argv[1:]], "job": found.job}
@@ -274,17 +246,10 @@ def _attach_nodes(found: targets.Targets, directory: Path, *, background: bool) 
     def attach(ready: Callable[[], None]) -> None:
         with signals_handled(over.set):
             options = _of_each_node(sys.argv[1:])
-            record(address, directory, found.nodes, options, facts, on_attached=ready, is_over=over.is_set)
+            record(address, directory, found.nodes, options, facts, on_attached=ready, over=over)
 
-    if not background:
-        attach(lambda: None)
-    else:
-        from mxprobe.attach.background import LOG_NAME, run_in_background
-
-        controller_pid = run_in_background(attach, directory / LOG_NAME)
-        how = f"`kill -INT {controller_pid}` detaches (log: {directory / LOG_NAME})"
-        click.echo(f"attached on {len(found.nodes)} nodes; {how}", err=True)
-    click.echo(directory)
+    n_nodes = len(found.nodes)
+    _run(attach, directory, background, lambda pid: f"attached on {n_nodes} nodes; `kill -INT {pid}` detaches")
 
 
 _NOT_OF_A_NODE = {"--ray": 1, "-o": 1, "--output": 1, "--background": 0}
@@ -292,7 +257,7 @@ _NOT_OF_A_NODE = {"--ray": 1, "-o": 1, "--output": 1, "--background": 0}
 
 
 def _of_each_node(arguments: Sequence[str]) -> list[str]:
-    """The options of this command line without those that are not for each node's own attach."""
+    """Return the options of this command line without those that are not for each node's own attach."""
     words = list(arguments)
     words = words[words.index("attach") + 1 :]
     kept: list[str] = []
@@ -308,11 +273,11 @@ def _of_each_node(arguments: Sequence[str]) -> list[str]:
 
 def _record(found: targets.Targets, options: AttachOptions, *, ready: Callable[[], None]) -> None:
     from mxprobe.attach.group import Group
-    from mxprobe.attach.progress import Board, Progress
+    from mxprobe.attach.progress import Progress
+    from mxprobe.attach.refusals import ENDINGS
 
-    board = Board(Progress())
-    for outcome in Group(found.processes, options, board, on_attached=ready).run():
-        ended = _ENDED.get(outcome.reason, outcome.reason)
+    progress = Progress()
+    for outcome in Group(found.processes, options, progress, on_attached=ready).run():
+        ended = ENDINGS.get(outcome.reason, outcome.reason)
         steps = "" if outcome.steps is None else f" after {outcome.steps} steps"
-        who = f"{outcome.name}: " if outcome.name else ""
-        board.say(f"{who}{ended}{steps}; {outcome.n_rows} rows in {outcome.directory}")
+        progress.say(f"{ended}{steps}; {outcome.n_rows} rows in {outcome.directory}", outcome.name)

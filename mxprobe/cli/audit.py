@@ -1,4 +1,4 @@
-"""`mxprobe audit TRACE` or `audit A B`: who is quantized how, on which side, and the known pitfalls."""
+"""`mxprobe audit TRACE` or `audit A B`: how each module is quantized on which side, and the known pitfalls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.printable import printable
+from mxprobe.cli.common import escape, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,36 +50,24 @@ def show(result: Audit, *, show_all: bool = False, console: Console | None = Non
     for finding in result.findings:
         names = ", ".join(finding.modules[:_NAMES_SHOWN])
         more = f" and {len(finding.modules) - _NAMES_SHOWN} more" if len(finding.modules) > _NAMES_SHOWN else ""
-        out.print(f"[bold]{_escape(finding.pitfall.title)}[/]  [dim]{finding.pitfall.slug}[/]")
-        out.print(f"  {_escape(finding.detail)}")
+        out.print(f"[bold]{escape(finding.pitfall.title)}[/]  [dim]{finding.pitfall.slug}[/]")
+        out.print(f"  {escape(finding.detail)}")
         if names:
-            out.print(f"  in {_escape(names)}{more}")
-        out.print(f"  [dim]what it does: {_escape(finding.pitfall.symptom)}[/]\n")
+            out.print(f"  in {escape(names)}{more}")
+        out.print(f"  [dim]what it does: {escape(finding.pitfall.symptom)}[/]\n")
 
 
 def _modules(result: Audit, *, show_all: bool) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("module", "class", "dtype", "training", "rollout", "weights"):
-        table.add_column(name, overflow="fold")
     groups: dict[tuple[str, ...], list[str]] = {}
     for module in result.modules:
         key = (module.class_name, module.dtype, _words(module, module.train), _words(module, module.rollout))
-        groups.setdefault((*key, _lag(module.rollout), module.module if show_all else module.kind), []).append(
-            module.module
-        )
-    for (*cells, _), names in groups.items():
-        name = names[0] if len(names) == 1 else f"{len(names)} x {names[0].rpartition('.')[2]}"
-        table.add_row(*map(_escape, (name, *cells)))
-    return table
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(printable(text))
+        group = (*key, _lag(module.rollout), module.module if show_all else module.kind)
+        groups.setdefault(group, []).append(module.module)
+    rows = [
+        (names[0] if len(names) == 1 else f"{len(names)} x {names[0].rpartition('.')[2]}", *cells)
+        for (*cells, _), names in groups.items()
+    ]
+    return table(("module", "class", "dtype", "training", "rollout", "weights"), rows)
 
 
 def _words(module: ModuleAudit, side: SideAudit | None) -> str:
@@ -91,6 +79,5 @@ def _words(module: ModuleAudit, side: SideAudit | None) -> str:
 def _lag(side: SideAudit | None) -> str:
     if side is None:
         return ""
-    return (
-        "not known" if side.weight_lag is None else "current" if side.weight_lag == 0 else f"-{side.weight_lag} steps"
-    )
+    lag = side.weight_lag
+    return "not known" if lag is None else "current" if lag == 0 else f"-{lag} steps"

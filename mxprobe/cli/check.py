@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli import engines
+from mxprobe.cli.common import engine_option, note
 from mxprobe.errors import EXIT_BREACHED, UsageError
 from mxprobe.printable import printable
 
@@ -26,7 +26,7 @@ _SHOWN_PER_LIMIT = 10
     help="Limits from this file instead of the nearest mxprobe.toml or pyproject.toml.",
 )
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a limit, e.g. max_nmse=0.02.")
-@engines.option
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 @click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write JUnit XML to this file, too.")
 @click.pass_context
@@ -64,11 +64,11 @@ def command(
 
 
 def _print(result: CheckResult) -> None:
-    """A line per limit, the worst offenders below it; notes on standard error."""
+    """Print a line per limit and the worst offenders below it; notes go to standard error."""
     from mxprobe.checks.junit import sentence
 
     for problem in result.problems:
-        click.echo(f"note: {problem}", err=True)
+        note(problem)
     for limit in dict.fromkeys(finding.limit for finding in result.findings):
         findings = [finding for finding in result.findings if finding.limit == limit]
         failures = [finding for finding in findings if finding in result.failures]
@@ -86,7 +86,7 @@ def _print(result: CheckResult) -> None:
 
 
 def _worst(findings: list[Finding]) -> str:
-    """`0.0123 (limit 0.03)`: the worst value and the limit it was held against."""
+    """Return the worst value and the limit it was held against, for example `0.0123 (limit 0.03)`."""
     numeric = [(each.value, each.bound) for each in findings if isinstance(each.value, float)]
     if not numeric:
         return str(findings[0].value)

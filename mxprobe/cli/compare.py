@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -11,22 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.errors import UsageError
-from mxprobe.printable import printable
+from mxprobe.cli.common import escape, note, table, writing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    from mxprobe.comparison import Comparison
-    from mxprobe.comparison.levels import ErrorChange, SignalChange
-    from mxprobe.comparison.provenance import ConfigChange
-    from mxprobe.trace import Trace
+    from mxprobe.comparison import Comparison, tables
 
 _ERRORS_SHOWN = 12
-_LONGEST_VALUE = 60
+_LONGEST_CELL = 60
 
 
 @click.command("compare")
@@ -64,114 +57,50 @@ def command(a: Path, b: Path, as_json: bool, show_all: bool, output: Path | None
         traces = TokenTrace(traces[0]), TokenTrace(traces[1])
     comparison = compare(*traces, thresholds)
     if output is not None:
-        _write_page(*traces, comparison, output)
+        from mxprobe_reports import write_comparison
+
+        with writing(output):
+            write_comparison(*traces, comparison, output, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
+        click.echo(f"page: {output}", err=True)
     for warning in comparison.alignment.warnings:
-        click.echo(f"note: {printable(warning)}", err=True)
+        note(warning)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
     else:
         show(comparison, show_all=show_all)
 
 
-def _write_page(a: Trace, b: Trace, comparison: Comparison, path: Path) -> None:
-    from mxprobe_reports import write_comparison
-
-    try:
-        write_comparison(a, b, comparison, path, command_line=shlex.join(["mxprobe", *sys.argv[1:]]))
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}",
-            cause="the directory does not exist, or is not writable",
-            remedy="name another file with -o",
-        ) from None
-    click.echo(f"page: {path}", err=True)
-
-
 def show(comparison: Comparison, *, show_all: bool = False, console: Console | None = None) -> None:
     """Print a comparison to standard output, or to the console given."""
     from rich.console import Console
 
+    from mxprobe.comparison import tables
+
     out = console or Console(highlight=False)
-    steps = comparison.alignment.a
-    unit = comparison.alignment.unit
-    aligned = (
-        f"{unit} {steps.first} to {steps.last} of both" if comparison.alignment.is_aligned else "each over its own"
-    )
-    out.print(f"A  {_escape(comparison.a)}\nB  {_escape(comparison.b)}  ({aligned})\n", soft_wrap=True)
-    out.print(f"[bold]{_escape(comparison.headline)}[/]\n")
-    out.print(_escape(comparison.prediction.text))
+    alignment = comparison.alignment
+    words = f"{alignment.unit} {alignment.a.words} of both" if alignment.is_aligned else "each over its own"
+    out.print(f"A  {escape(comparison.a)}\nB  {escape(comparison.b)}  ({words})\n", soft_wrap=True)
+    out.print(f"[bold]{escape(comparison.headline)}[/]\n")
+    out.print(escape(comparison.prediction.text))
     if comparison.config:
         out.print("\n[bold]What was different[/]")
-        out.print(_config(comparison.config))
+        out.print(_drawn(tables.settings(comparison)))
     if comparison.signals:
         out.print("\n[bold]Metrics[/] [dim]mean of the last quarter; trend over all of them[/]")
-        out.print(_signals(comparison.signals))
-    _print_errors(comparison.errors, out, show_all=show_all)
-
-
-def _print_errors(errors: Sequence[ErrorChange], out: Console, *, show_all: bool) -> None:
-    clear = [each for each in errors if each.is_clear]
-    clear.sort(key=lambda each: -abs(math.log(each.ratio)))
-    shown = list(errors) if show_all else clear[:_ERRORS_SHOWN]
-    counted = f"{len(clear)} of {len(errors)} changed clearly"
+        out.print(_drawn(tables.metrics(comparison)))
+    clear, n_errors = tables.clear_errors(comparison), len(comparison.errors)
+    shown = comparison.errors if show_all else clear[:_ERRORS_SHOWN]
+    counted = f"{len(clear)} of {n_errors} changed clearly"
     out.print(f"\n[bold]Errors[/] [dim]relative, squared; geometric mean over probed steps; {counted}[/]")
     if shown:
-        out.print(_errors(shown))
-    if len(shown) < len(errors):
-        out.print(f"[dim]{len(errors) - len(shown)} more: --all[/]")
+        out.print(_drawn(tables.errors(shown)))
+    if len(shown) < n_errors:
+        out.print(f"[dim]{n_errors - len(shown)} more: --all[/]")
 
 
-def _config(changes: Sequence[ConfigChange]) -> Table:
-    table = _table("", "A", "B", "from")
-    for change in changes:
-        table.add_row(*map(_escape, (change.name, _cut(change.a), _cut(change.b), change.origin)))
-    return table
-
-
-def _signals(changes: Sequence[SignalChange]) -> Table:
-    table = _table("", "A", "B", "B - A [95 %]", "trend A", "trend B", right=(1, 2, 3))
-    for each in changes:
-        low, high = each.change.low, each.change.high
-        interval = rf"{each.change.difference:+.3g} \[{low:+.3g}, {high:+.3g}]"
-        style = "bold" if each.change.is_clear else None
-        cells = (f"{each.a.mean:.4g}", f"{each.b.mean:.4g}", interval, each.trend_a, each.trend_b)
-        table.add_row(_escape(each.metric), *cells, style=style)
-    return table
-
-
-def _errors(changes: Sequence[ErrorChange]) -> Table:
-    table = _table("", "operand", "modules", "phase", "A", "B", "B / A [95 %]", right=(4, 5, 6))
-    for each in changes:
-        ratio = (
-            rf"{each.ratio:.2f} \[{each.ratio_low:.2f}, {each.ratio_high:.2f}]" if math.isfinite(each.ratio) else "-"
-        )
-        cells = (each.measure.replace("_", " "), each.role, each.kind, each.phase)
-        table.add_row(
-            *map(_escape, cells), _level(each.a), _level(each.b), ratio, style="bold" if each.is_clear else None
-        )
-    return table
-
-
-def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for position, name in enumerate(columns):
-        table.add_column(name, justify="right" if position in right else "left", overflow="fold")
-    return table
-
-
-def _level(value: float) -> str:
-    return "-" if math.isnan(value) else "< 1e-6" if value < 1e-6 else f"{value:.3g}"
+def _drawn(shown: tables.Table) -> RichTable:
+    return table(shown.head, [[_cut(cell) for cell in row] for row in shown.rows], right=shown.numeric, bold=shown.bold)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
-
-
-def _escape(text: str) -> str:
-    """Neither markup to rich nor commands to the terminal."""
-    from rich.markup import escape
-
-    return escape(printable(text, keep="\n"))
+    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"

@@ -55,7 +55,7 @@ def _to_json(settings: Settings) -> dict[str, object]:
 
 
 def _print(settings: Settings) -> None:
-    """Lines of fixed columns, so that they can be grepped; paths stay whole."""
+    """Print lines of fixed columns, so that they can be grepped; paths stay whole."""
     files = ", ".join(str(path) for path in settings.files) or "none found from here upwards"
     click.echo(f"files: {files}", err=True)
     rows = [(each.key.path, _text(each.value), each.source) for each in settings.settings]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli.common import table
 from mxprobe.demo.runner import PROBE_EVERY, STEPS, WHAT_RUNS, DemoPaths, Scenario, Step, record, replay, require_trl
 from mxprobe.errors import UsageError
+from mxprobe.numbers import interval, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,17 +88,21 @@ def command(scenario: str, seed: int, once: bool, output: Path | None) -> None:
 
 def _show_predictions(found: tuple[Prediction, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     out = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rollout against trainer", "first run", "predicted", "second run", ""):
-        table.add_column(heading, justify="left" if heading in ("rollout against trainer", "") else "right")
-    for each in found:
-        predicted = f"{each.predicted:.2g} [{each.low:.2g}, {each.high:.2g}]"
-        table.add_row(each.measure, f"{each.before:.2g}", predicted, f"{each.after:.2g}", str(each.outcome))
+    rows = [
+        (
+            each.measure,
+            number(each.before),
+            interval(each.predicted, each.low, each.high),
+            number(each.after),
+            str(each.outcome),
+        )
+        for each in found
+    ]
     out.print()
-    out.print(table)
+    head = ("rollout against trainer", "first run", "predicted", "second run", "")
+    out.print(table(head, rows, right=(1, 2, 3), is_lined=False))
     out.print("[dim]nats per token. The trainer is in high precision: its gradients hold no error to correct.[/]")
 
 

@@ -5,23 +5,21 @@ from typing import Any
 
 import click
 
-from mxprobe.cli import pids as targets
-from mxprobe.errors import AttachError
+from mxprobe.cli import targets
 
 _TIMEOUT_S = 120.0
 
 
 @click.command("detach")
 @targets.argument
-@click.option("--job", is_flag=True, help="Every attached rank, on this machine, of the job of PID.")
+@targets.job_option
 def command(pids: tuple[int, ...], job: bool) -> None:
     """Take the probe off process PID, wait until its trace is closed, print the trace's directory.
 
     The hooks come out at the next optimizer step, or after a few seconds where none comes. Processes that share
     a trace leave one by one: the others go on, and the trace is closed with the last.
     """
-    targets.required(pids)
-    named = list(pids) if not job else targets.look_up_all(pids, job=True).pids
+    named = targets.named(pids, job=job)
     with ThreadPoolExecutor(len(named)) as pool:
         answers = dict(zip(named, pool.map(_detach, named), strict=True))
     missing = [pid for pid, answer in answers.items() if answer is None]
@@ -42,17 +40,10 @@ def command(pids: tuple[int, ...], job: bool) -> None:
         click.echo(directory)
     if missing and not (job and len(missing) < len(named)):
         many = len(missing) > 1
-        raise AttachError(
-            "not_attached",
-            f"Process{'es' if many else ''} {', '.join(map(str, missing))} {'are' if many else 'is'} not attached.",
-            cause="it never was, it was detached already, or another user attached to it",
-            remedy="`mxprobe status` lists what is attached",
+        raise targets.not_attached(
+            f"Process{'es' if many else ''} {', '.join(map(str, missing))} {'are' if many else 'is'} not attached."
         )
 
 
 def _detach(pid: int) -> dict[str, Any] | None:
-    from mxprobe.attach.client import ask
-    from mxprobe.attach.rundir import control_socket_of
-
-    control_socket = control_socket_of(pid)
-    return None if control_socket is None else ask(control_socket, "detach", timeout_s=_TIMEOUT_S)
+    return targets.ask(pid, "detach", timeout_s=_TIMEOUT_S)

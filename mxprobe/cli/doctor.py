@@ -7,8 +7,6 @@ import click
 
 from mxprobe.errors import EXIT_ATTACH, UsageError
 
-_MARKS = {True: "ok", False: "NO", None: "  "}
-
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -21,7 +19,7 @@ def command(ctx: click.Context, as_json: bool, install_listener: bool, remove_li
     Exit code 4 if none works. Paste the output in a bug report: it names paths and versions, nothing else.
     """
     from mxprobe.attach import startup_hook
-    from mxprobe.attach.diagnosis import diagnose, ways_in
+    from mxprobe.attach.host_checks import check_host, ways_in
 
     if install_listener and remove_listener:
         raise UsageError("--install-listener and --remove-listener exclude each other")
@@ -32,13 +30,13 @@ def command(ctx: click.Context, as_json: bool, install_listener: bool, remove_li
         removed = startup_hook.remove()
         click.echo(f"removed {removed}" if removed else "there was none", err=True)
         return
-    findings = diagnose()
+    findings = check_host()
     ways = ways_in(findings)
     if as_json:
         click.echo(json.dumps({"findings": [asdict(finding) for finding in findings], "ways_in": ways}, indent=2))
     else:
         for finding in findings:
-            click.echo(f"{_MARKS[finding.ok]}  {finding.name:18} {finding.detail}")
+            click.echo(finding)
             if finding.remedy:
                 click.echo(f"{'':23}{finding.remedy}")
     if not ways:

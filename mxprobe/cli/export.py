@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from mxprobe.cli.common import note
 from mxprobe.errors import UsageError
 
 _FORMATS = ("csv", "json", "parquet")
@@ -65,31 +67,23 @@ def command(
         copy(open_trace(trace).directory, upload)
         click.echo(upload)
         return
-    run_name, runs = name or trace.resolve().stem, output or Path("runs" if tracker_name == "tensorboard" else ".")
+    run: dict[str, Any] = {
+        "project": project,
+        "name": name or trace.resolve().stem,
+        "directory": output or Path("runs" if tracker_name == "tensorboard" else "."),
+        "modules": modules,
+    }
     if follow:
-        where = follow_to(
-            Tracker(tracker_name),
-            trace,
-            project=project,
-            name=run_name,
-            directory=runs,
-            modules=modules,
-            say=lambda text: click.echo(f"note: {text}", err=True),
-        )
-        click.echo(where)
+        click.echo(follow_to(Tracker(tracker_name), trace, **run, say=note))
         return
     opened = open_trace(trace)
     for problem in opened.problems:
-        click.echo(f"note: {problem}", err=True)
-    if format_name is not None:
-        directory = output or opened.place.with_name(f"{opened.place.stem}-{format_name}")
-        paths = export_files(
-            opened, directory, FileFormat(format_name), tables=tables, with_ratios=ratios, overwrite=overwrite
-        )
-        for path in paths:
-            click.echo(path)
-    else:
-        where = export_to(
-            Tracker(tracker_name), opened, project=project, name=run_name, directory=runs, modules=modules
-        )
-        click.echo(where)
+        note(problem)
+    if format_name is None:
+        click.echo(export_to(Tracker(tracker_name), opened, **run))
+        return
+    directory = output or opened.place.with_name(f"{opened.place.stem}-{format_name}")
+    for path in export_files(
+        opened, directory, FileFormat(format_name), tables=tables, with_ratios=ratios, overwrite=overwrite
+    ):
+        click.echo(path)

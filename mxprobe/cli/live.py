@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mxprobe.cli.durations import Duration
+from mxprobe.cli.param_types import Duration
 
 
 @click.command("live")

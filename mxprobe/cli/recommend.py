@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mxprobe.cli import engines
+from mxprobe.cli.common import engine_option, escape, note, require_measurements, table
 from mxprobe.errors import UsageError
-from mxprobe.printable import printable
+from mxprobe.numbers import NOTHING, fixed, interval, number, percent, whole_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +37,7 @@ _CAPTION = (
 
 @click.command("recommend")
 @click.argument("trace", type=click.Path(path_type=Path))
-@engines.option
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema mxprobe.recommend/1) on standard output.")
 @click.option(
     "--explain",
@@ -73,7 +72,6 @@ def command(
     different things.
     """
     from mxprobe.attribution import recommend
-    from mxprobe.cli.emptiness import require_measurements
     from mxprobe.config import load
     from mxprobe.trace import open_trace
 
@@ -83,10 +81,10 @@ def command(
         thresholds = thresholds.replace(device=device)
     recommendation = recommend(opened, thresholds, framework=framework, neighbours=as_json or explain)
     for problem in opened.problems:
-        click.echo(f"note: {printable(problem)}", err=True)
+        note(problem)
     events = opened.events()
     for event in events[events["kind"].astype(str) == "flight"].itertuples():
-        click.echo(f"note: flight recorder at step {event.step}: {printable(str(event.detail))}", err=True)
+        note(f"flight recorder at step {event.step}: {event.detail}")
     if as_json:
         click.echo(json.dumps(recommendation.to_json(), indent=2, allow_nan=False))
     else:
@@ -107,39 +105,40 @@ def show(
     agreement, coverage = recommendation.agreement, recommendation.coverage
     words, headline = recommendation.plain_words, recommendation.headline
     title = headline if headline.casefold().startswith(words.casefold()) else f"{words.upper()}: {headline}"
-    out.print(f"[bold]{_escape(title)}[/]\n")
-    stable = "unknown" if agreement.value is None else f"{agreement.value:.2f}"
-    seen = "unknown" if coverage.flops_frac is None else f"{100 * coverage.flops_frac:.0f} %"
+    out.print(f"[bold]{escape(title)}[/]\n")
+    stable = "unknown" if agreement.value is None else fixed(agreement.value)
+    seen = "unknown" if coverage.flops_frac is None else whole_percent(coverage.flops_frac)
     seen = f"seen {seen}" if not coverage.because else f"0 % covered, because {coverage.because}"
-    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {_escape(seen)}\n")
+    out.print(f"resample agreement {stable} (n = {agreement.n}) · forward GEMM work {escape(seen)}\n")
     for item in recommendation.evidence:
         if explain or item.name.startswith(_KEY_EVIDENCE):
             mark = {True: "yes", False: "no", None: ""}[item.holds]
-            gate = "" if item.threshold is None else f" [dim](gate {item.threshold:.3g}{': ' if mark else ''}{mark})[/]"
-            out.print(Padding(f"[dim]{item.certainty}:[/] {_escape(item.text)}{gate}", (0, 0, 0, 2)))
+            gate = f"gate {number(item.threshold)}{': ' if mark else ''}{mark}"
+            gate = "" if item.threshold is None else f" [dim]({gate})[/]"
+            out.print(Padding(f"[dim]{item.certainty}:[/] {escape(item.text)}{gate}", (0, 0, 0, 2)))
     if recommendation.corrections:
         out.print()
         out.print(_corrections(recommendation))
-    out.print(f"\n[bold]What would change this.[/] {_escape(recommendation.what_would_change)}")
+    out.print(f"\n[bold]What would change this.[/] {escape(recommendation.what_would_change)}")
     snippet = recommendation.snippet
     if snippet is not None:
         if with_snippet or snippet.text.count("\n") <= _SHORT_SNIPPET_LINES:
-            out.print(f"\n[bold]Snippet[/] ({_escape(snippet.framework)}, {_escape(snippet.language)})")
-            out.print(_escape(snippet.text), soft_wrap=True)
+            out.print(f"\n[bold]Snippet[/] ({escape(snippet.framework)}, {escape(snippet.language)})")
+            out.print(escape(snippet.text), soft_wrap=True)
         else:
-            how = f"mxprobe recommend TRACE --framework {_escape(snippet.framework)}"
+            how = f"mxprobe recommend TRACE --framework {escape(snippet.framework)}"
             out.print(f"\nThe code that switches it on: [bold]{how}[/]")
     if explain:
         for curve in recommendation.exclusion:
             _show_exclusion(out, curve)
         if recommendation.updates is not None:
             out.print("\n[bold]Do updates reach the quantized weights?[/]")
-            out.print(Padding(_escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
+            out.print(Padding(escape(update_words(recommendation.updates)), (0, 0, 0, 2)))
         if recommendation.neighbours:
             _show_neighbours(out, recommendation.neighbours)
         out.print("\n[bold]Caveats[/]")
         for caveat in recommendation.caveats:
-            out.print(Padding(f"- {_escape(caveat)}", (0, 0, 0, 2)))
+            out.print(Padding(f"- {escape(caveat)}", (0, 0, 0, 2)))
         out.print("\n[bold]Thresholds[/]")
         out.print(Padding(", ".join(f"{k} = {v}" for k, v in vars(recommendation.thresholds).items()), (0, 0, 0, 2)))
     elif recommendation.caveats:
@@ -153,14 +152,11 @@ _LEFT_BY = {
 
 
 def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
-    """The curve around its knee, and the pattern list of the modules up to it."""
+    """Print the curve around its knee, and the pattern list of the modules up to it."""
     from rich.padding import Padding
 
-    from mxprobe.attribution.words import number
-
-    kept_in = "BF16" if curve.keep == "keep_high_precision" else curve.keep.upper()
     out.print(
-        f"\n[bold]Keeping modules in {kept_in}[/]: predicted KL against share of forward GEMM work "
+        f"\n[bold]Keeping modules in {curve.kept_in}[/]: predicted KL against share of forward GEMM work "
         f"(Delta2 of {curve.n_microbatches} microbatches{_LEFT_BY.get(curve.left_by, '')})"
     )
     last = len(curve.points) - 1
@@ -172,19 +168,17 @@ def _show_exclusion(out: Console, curve: ExclusionCurve) -> None:
         point = curve.points[k]
         gap = "[dim]...[/]\n" if k > before + 1 else ""
         mark = " [bold]<- knee[/]" if k == curve.knee else ""
-        text = f"{gap}{k:>4}  {100 * point.flops_frac:5.1f} %  {number(point.predicted_kl):>8} nats  "
-        out.print(Padding(f"{text}{_escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
+        text = f"{gap}{k:>4}  {percent(point.flops_frac):>7}  {number(point.predicted_kl):>8} nats  "
+        out.print(Padding(f"{text}{escape(point.module or 'nothing kept')}{mark}", (0, 0, 0, 2)), soft_wrap=True)
         before = k
     if curve.patterns:
-        out.print(f"  exactly these, as {_escape(curve.framework)} spells it:")
-        out.print(_escape(json.dumps(list(curve.patterns))), soft_wrap=True)
+        out.print(f"  exactly these, as {escape(curve.framework)} spells it:")
+        out.print(escape(json.dumps(list(curve.patterns))), soft_wrap=True)
 
 
 def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
-    """The columns that the trace holds, then the others by the reason."""
+    """Print the columns that the trace holds, then the others by the reason for which they are withheld."""
     from rich.padding import Padding
-
-    from mxprobe.attribution.words import number
 
     out.print(
         "\n[bold]What neighbouring papers measure[/]: median over modules \\[middle 80 %]; no part of the verdict"
@@ -196,11 +190,11 @@ def _show_neighbours(out: Console, columns: Sequence[PaperColumn]) -> None:
             continue
         spread = f" \\[{number(column.low or 0.0)}, {number(column.high or 0.0)}]" if column.n > 1 else ""
         unit = f" {column.unit}" if column.unit in ("dB", "loss") else ""
-        where = f"; largest: {_escape(column.largest)}" if column.n > 1 else ""
-        about = f"[dim]{_escape(column.definition)} ({_escape(column.source)}){where}[/]"
+        where = f"; largest: {escape(column.largest)}" if column.n > 1 else ""
+        about = f"[dim]{escape(column.definition)} ({escape(column.source)}){where}[/]"
         out.print(Padding(f"{column.name} {number(column.median)}{spread}{unit}  {about}", (0, 0, 0, 2)))
     for why, names in withheld.items():
-        out.print(Padding(f"withheld: {', '.join(names)}: {_escape(why)}", (0, 0, 0, 2)))
+        out.print(Padding(f"withheld: {', '.join(names)}: {escape(why)}", (0, 0, 0, 2)))
 
 
 def _parse(text: str) -> tuple[str, float]:
@@ -212,45 +206,29 @@ def _parse(text: str) -> tuple[str, float]:
 
 
 def _corrections(recommendation: Recommendation) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_CAPTION, caption_justify="left")
-    table.add_column("correction", no_wrap=True)
-    for name in ("gain [95 %]", "held", "recovery", "cost"):
-        table.add_column(_escape(name), justify="right", no_wrap=True)
-    table.add_column("opt", no_wrap=True)
-    table.add_column("")  # the one that wraps where the terminal is narrow: no number may be cut off
-    tiers = {score.correction: score.tier for score in recommendation.corrections}
-    last = [name for name, tier in tiers.items() if tier == 1][-1:]
-    for score in recommendation.corrections:
-        chosen = score.correction in recommendation.chosen
-        cells = (
-            _escape(score.correction) + ("*" if score.is_pareto else ""),
-            _gain(score),
-            _two(score.held_out_gain),
-            _two(score.recovery),
-            f"{score.cost_gemm:.2g}",
-            {True: "yes", False: "no", None: "-"}[score.engine_has_it],
-            _remark(score, is_chosen=chosen),
+    # The last column wraps where the terminal is narrow: no number may be cut off.
+    head = ("correction", "gain [95 %]", "held", "recovery", "cost", "opt", "")
+    scores = recommendation.corrections
+    rows = [
+        (
+            score.correction + ("*" if score.is_pareto else ""),
+            interval(score.gain, score.gain_low, score.gain_high, fixed),
+            fixed(score.held_out_gain),
+            whole_percent(score.recovery),
+            fixed(score.cost_gemm),
+            {True: "yes", False: "no", None: NOTHING}[score.engine_has_it],
+            _remark(score, is_chosen=score.correction in recommendation.chosen),
         )
-        table.add_row(*cells, style="bold" if chosen else None, end_section=[score.correction] == last)
-    return table
-
-
-def _gain(score: CorrectionScore) -> str:
-    if not (math.isfinite(score.gain_low) and math.isfinite(score.gain_high)):
-        return _two(score.gain)
-    return f"{_two(score.gain)} {_interval(score)}"
-
-
-def _interval(score: CorrectionScore) -> str:
-    """`[0.64, 0.77]` with its bracket kept from rich."""
-    return rf"\[{_two(score.gain_low)}, {_two(score.gain_high)}]"
-
-
-def _two(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
+        for score in scores
+    ]
+    bold = {i for i, score in enumerate(scores) if score.correction in recommendation.chosen}
+    drawn = table(head, rows, right=(1, 2, 3, 4), bold=bold, legend=_CAPTION)
+    for i in (0, 5):
+        drawn.columns[i].no_wrap = True
+    last = [i for i, score in enumerate(scores) if score.tier == 1][-1:]
+    for i in last:
+        drawn.rows[i].end_section = True
+    return drawn
 
 
 def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
@@ -262,10 +240,3 @@ def _remark(score: CorrectionScore, *, is_chosen: bool) -> str:
     if score.tier == 2:
         words.append("other format")
     return ", ".join(words)
-
-
-def _escape(text: str) -> str:
-    """Neither markup to rich nor commands to the terminal."""
-    from rich.markup import escape
-
-    return escape(printable(text, keep="\n"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from mxprobe.cli.common import escape, note, table
 from mxprobe.errors import TraceError
+from mxprobe.numbers import NOTHING, fixed, interval, number, signed
 from mxprobe.printable import printable
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def command(trace: Path, as_json: bool, show_all: bool) -> None:
     opened = open_trace(trace)
     summary = replay_summary(opened)
     for problem in opened.problems:
-        click.echo(f"note: {printable(problem)}", err=True)
+        note(problem)
     if summary is None:
         events = opened.events()
         said = events.loc[events["kind"].astype(str) == "sensitivity", "detail"].astype(str).tolist()
@@ -76,71 +77,51 @@ def show(summary: ReplaySummary, *, show_all: bool = False, console: Console | N
         ("weight gradients' squared error", summary.gradient_split, summary.gradient_structure),
     ):
         if split:
-            parts = ", ".join(f"{part} {_estimate(value)}" for part, value in split.items())
+            parts = ", ".join(f"{part} {escape(_estimate(value))}" for part, value in split.items())
             out.print(f"\n[bold]Split of the {name}[/] (sequential, sums to 1): {parts}")
         if structure:
-            parts = ", ".join(f"{control} {_estimate(value)}" for control, value in structure.items())
+            parts = ", ".join(f"{control} {escape(_estimate(value))}" for control, value in structure.items())
             out.print(f"  relative to its controls (1: only the size of the error matters): {parts}")
     if summary.predicted_kl is not None:
         holds = "holds" if summary.is_valid else "does not hold: effects interact, or are not small"
-        out.print(f"\nDelta2 predicts a KL of {_number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
+        out.print(f"\nDelta2 predicts a KL of {number(summary.predicted_kl)} for the plain quantizer; that {holds}.")
     _show_gradients(out, summary, None if show_all else _MAX_ROWS)
-    for note in summary.notes:
-        out.print(f"[dim]note: {_escape(note)}[/]")
+    for text in summary.notes:
+        out.print(f"[dim]note: {escape(text)}[/]")
 
 
 def _show_arms(out: Console, summary: ReplaySummary) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_escape(_LEGEND), caption_justify="left"
-    )
-    table.add_column("arm", no_wrap=True)
-    for name in ("KL, nats/token", "gain \\[95 %]", "predicted", "entropy", "dW error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for arm in summary.arms:
-        table.add_row(
-            _escape(arm.arm),
-            _number(arm.kl.value),
+    head = ("arm", "KL, nats/token", "gain [95 %]", "predicted", "entropy", "dW error")
+    rows = [
+        (
+            arm.arm,
+            number(arm.kl.value),
             _estimate(arm.gain),
-            "-" if arm.predicted_gain is None else f"{arm.predicted_gain:.2f}",
-            "-" if math.isnan(arm.entropy_shift) else f"{arm.entropy_shift:+.4f}",
-            "-" if arm.gradient_error is None else _number(arm.gradient_error.value),
+            fixed(arm.predicted_gain),
+            signed(arm.entropy_shift),
+            number(None if arm.gradient_error is None else arm.gradient_error.value),
         )
-    out.print(table)
+        for arm in summary.arms
+    ]
+    out.print(table(head, rows, right=range(1, 6), legend=_LEGEND))
 
 
 def _show_gradients(out: Console, summary: ReplaySummary, limit: int | None) -> None:
     if summary.gradients:
         out.print("\n[bold]Weight gradients as it rounds now[/]: relative L2, cosine, log2 norm ratio, projection gain")
         for row in summary.gradients[:limit]:
-            numbers = f"{row.relative_l2:.3f}  {row.cosine:.3f}  {row.log2_norm_ratio:+.3f}  {row.projection_gain:.3f}"
-            out.print(f"  {numbers}  {_escape(row.module)}", soft_wrap=True)
+            values = (row.relative_l2, row.cosine, row.log2_norm_ratio, row.projection_gain)
+            numbers = "  ".join(f"{fixed(value, 3):>6}" for value in values)
+            out.print(f"  {numbers}  {escape(row.module)}", soft_wrap=True)
     if summary.operands:
         method = summary.operands[0].method.replace("_", " ")
         out.print(f"\n[bold]Operands by what their error does to all weight gradients[/] (relative L2, by {method})")
         for operand in summary.operands[:limit]:
-            out.print(f"  {operand.relative_l2:.4f}  {_escape(operand.module)} {operand.role}", soft_wrap=True)
+            out.print(f"  {fixed(operand.relative_l2, 4)}  {escape(operand.module)} {operand.role}", soft_wrap=True)
     left = max((len(rows) - (limit or len(rows)) for rows in (summary.gradients, summary.operands)), default=0)
     if left > 0:
         out.print("[dim]more: --all[/]")
 
 
 def _estimate(value: Estimate | None) -> str:
-    """`0.64 [0.60, 0.68]`, the bracket kept from rich."""
-    if value is None:
-        return "-"
-    if not (math.isfinite(value.low) and math.isfinite(value.high)):
-        return f"{value.value:.2f}"
-    return rf"{value.value:.2f} \[{value.low:.2f}, {value.high:.2f}]"
-
-
-def _number(value: float) -> str:
-    return f"{value:.2e}" if math.isfinite(value) else "-"
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(printable(text))
+    return NOTHING if value is None else interval(value.value, value.low, value.high, fixed)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from mxprobe.cli import engines
-from mxprobe.errors import UsageError
+from mxprobe.cli.common import engine_option, note, require_measurements, writing
 
 
 @click.command("report")
@@ -27,7 +26,7 @@ from mxprobe.errors import UsageError
     metavar="B",
     help="Lay this trace over TRACE, and say what changed from TRACE to it.",
 )
-@engines.option
+@engine_option
 @click.option("--json", "as_json", is_flag=True, help="Print a machine-readable summary on standard output.")
 def command(trace: Path, output: Path | None, against: Path | None, engine: str, as_json: bool) -> None:
     """Write one offline HTML page: verdict, signals, where the error is, what would help, and the evidence.
@@ -35,7 +34,6 @@ def command(trace: Path, output: Path | None, against: Path | None, engine: str,
     The page makes no network request and can be mailed or archived as it is.
     """
     from mxprobe.attribution import recommend
-    from mxprobe.cli.emptiness import require_measurements
     from mxprobe.comparison import compare
     from mxprobe.config import load
     from mxprobe.trace import open_trace
@@ -49,16 +47,10 @@ def command(trace: Path, output: Path | None, against: Path | None, engine: str,
     if against is not None:
         other = open_trace(against, engine=engine)
         b = (other, recommend(other, thresholds), compare(opened, other, thresholds))
-    try:
+    with writing(path):
         report = write_report(opened, recommend(opened, thresholds), path, command_line=command_line, b=b)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}",
-            cause="the directory does not exist, or is not writable",
-            remedy="name another file with -o",
-        ) from None
     for problem in report.problems:
-        click.echo(f"note: {problem}", err=True)
+        note(problem)
     if as_json:
         click.echo(json.dumps({"path": str(path), "size_bytes": path.stat().st_size, **report.summary()}, indent=2))
     else:

@@ -50,7 +50,7 @@ def command(output: Path | None, emulate: str | None, record: bool, plant_probes
     nn.Linear in a training graph, until a probed step, in which it shows operands and output. The run is not bit
     for bit what it is without. Nothing else sees calls inside a compiled graph while it runs as compiled.
     """
-    from mxprobe.attach.job import is_launcher
+    from mxprobe.attach.distributed_job import is_launcher
 
     if record and output is None:
         raise UsageError(
@@ -77,7 +77,7 @@ def command(output: Path | None, emulate: str | None, record: bool, plant_probes
 
 
 def _emulation(text: str) -> dict[str, str]:
-    """What the start-up hook reads. UsageError for a recipe that cannot be read."""
+    """Return what the start-up hook reads. UsageError for a recipe that cannot be read."""
     import mxprobe
     import mxprobe_kernels
     from mxprobe.emulation.recipe import Recipe
@@ -88,6 +88,7 @@ def _emulation(text: str) -> dict[str, str]:
 
 def _attach_later(pid: int, output: Path, *, ranks: bool, record: bool) -> None:
     """Start `mxprobe attach` beside the job, as nobody's child: the job must not come to wait for it."""
+    from mxprobe.attach.daemon import LOG_NAME, fork_daemon
     from mxprobe.trace.object_store import name_of, url_of
 
     url = url_of(output)
@@ -96,21 +97,13 @@ def _attach_later(pid: int, output: Path, *, ranks: bool, record: bool) -> None:
     attach = [sys.executable, "-m", "mxprobe", "attach", str(pid), "-o", str(output), "--wait", _WAIT_FOR_TORCH]
     attach += [*(["--job"] if ranks else []), *(["--record"] if record else [])]
     became_job, until_exec = os.pipe()  # closed on exec: its end says that this process has become the job
-    middle = os.fork()
-    if middle:
-        os.waitpid(middle, 0)
+    if not fork_daemon(beside / LOG_NAME):
         os.close(became_job)
         return
     try:
-        os.setsid()
-        if os.fork() == 0:
-            log = os.open(beside / "mxprobe.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(until_exec)
-            os.read(became_job, 1)
-            time.sleep(_START_UP_S)
-            os.execv(attach[0], attach)
+        os.close(until_exec)
+        os.read(became_job, 1)
+        time.sleep(_START_UP_S)
+        os.execv(attach[0], attach)
     finally:
         os._exit(0)

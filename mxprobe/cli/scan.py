@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mxprobe.cli.common import escape, table
 from mxprobe.errors import EXIT_TRACE
+from mxprobe.numbers import fixed, number, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,9 +26,7 @@ _DIRECTIONS = {"w_fwd": "forward", "w_dgrad": "dgrad"}
 @click.command("scan")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Trace to write; default NAME.mxprobe.")
-@click.option(
-    "--format", "format_", default="mxfp4", show_default=True, metavar="NAME", help="Number format to quantize to."
-)
+@click.option("--format", default="mxfp4", show_default=True, metavar="NAME", help="Number format to quantize to.")
 @click.option(
     "--rule", default="rceil", show_default=True, metavar="RULE", help="Scale rule of its power-of-two scales."
 )
@@ -59,16 +59,13 @@ def command(
     context: click.Context,
     checkpoint: Path,
     output: Path | None,
-    format_: str,
-    rule: str,
     whatifs: tuple[str, ...],
     no_whatif: bool,
-    whatif_elements: int,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     calibration: Path | None,
-    calibration_batches: int,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Decompose the quantization error of the weights in CHECKPOINT, a safetensors file or a HuggingFace directory.
 
@@ -83,7 +80,6 @@ def command(
     Exits 3 when a file or a tensor could not be read; the rest is scanned.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from mxprobe.emulation.recipe import DEFAULT_EXCLUDE
     from mxprobe.scan.settings import ScanSettings
@@ -92,14 +88,11 @@ def command(
     from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
     settings = ScanSettings(
-        format=format_,
-        rule=rule,
+        **chosen,
         whatifs=() if no_whatif else whatifs or DEFAULT_WHATIFS,
-        whatif_elements=whatif_elements,
         include=include or ("*",),
         exclude=exclude or DEFAULT_EXCLUDE,
         calibration=str(calibration) if calibration else "",
-        calibration_batches=calibration_batches,
     )
     status = Console(stderr=True)
     directory = output or Path(f"{checkpoint.resolve().name.removesuffix('.safetensors')}.mxprobe")
@@ -119,7 +112,6 @@ def command(
 
 def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, status: Console) -> ScanResult:
     from rich.filesize import decimal
-    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from mxprobe.scan.scanner import scan
@@ -152,42 +144,30 @@ def _scan_with_progress(checkpoint: Path, output: Path, settings: ScanSettings, 
 
 
 def _show(summary: dict[str, Any], out: Console) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     directions = summary["directions"]
+    named = [_DIRECTIONS[direction["role"]] for direction in directions]
     if directions:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all weights")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
-        for label, cell in _LINES.items():
-            table.add_row(label, *(cell(direction) for direction in directions))
-        out.print(table)
-        out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]")
-        out.print()
+        rows = [(label, *map(cell, directions)) for label, cell in _LINES.items()]
+        _print_table(out, ["all weights", *named], rows)
+        out.print("[dim]blocks run along in-features in the forward GEMM, along out-features in dgrad[/]\n")
     if any(direction["corrections"] for direction in directions):
-        table = Table(box=None, pad_edge=False)
-        table.add_column("error left by")
-        for direction in directions:
-            table.add_column(_DIRECTIONS[direction["role"]], justify="right")
         first = directions[0]["corrections"]
-        for name in sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0):
-            table.add_row(name, *(_fixed(3)(direction["corrections"].get(name)) for direction in directions))
-        out.print(table)
+        tried = sorted(first, key=lambda name: first[name] if first[name] is not None else 2.0)
+        rows = [(name, *(fixed(each["corrections"].get(name), 3) for each in directions)) for name in tried]
+        _print_table(out, ["error left by", *named], rows)
         out.print()
     if summary["worst"]:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst weights", overflow="fold")
-        table.add_column("role")
-        for heading in ("SQNR dB", "scale", "deadzone", "grid", "zeros"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in summary["worst"]:
-            shares = (_fixed(2)(row[name]) for name in ("scale", "deadzone", "grid"))
-            table.add_row(
-                escape(row["module"]), row["role"], _fixed(2)(row["sqnr_db"]), *shares, _percent(row["zero_frac"])
+        rows = [
+            (
+                row["module"],
+                row["role"],
+                *(fixed(row[name]) for name in ("sqnr_db", "scale", "deadzone", "grid")),
+                percent(row["zero_frac"]),
             )
-        out.print(table)
+            for row in summary["worst"]
+        ]
+        head = ["worst weights", "role", "SQNR dB", "scale", "deadzone", "grid", "zeros"]
+        _print_table(out, head, rows, n_left=2)
         out.print()
     if summary["calibration"]:
         _show_calibration(summary["calibration"], summary["modules"].get("probed", 0), out)
@@ -199,69 +179,44 @@ def _show(summary: dict[str, Any], out: Console) -> None:
 
 
 def _show_calibration(found: dict[str, Any], n_weights: int, out: Console) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     inputs, activations = found["inputs"], found["activations"]
     said = f"{inputs['n_sequences']} of {inputs['n_available']} sequences, {inputs['n_tokens']:,} tokens"
     out.print(f"[bold]calibration[/]: {said}, through {escape(inputs['model'])}")
     if inputs["n_modules"] < n_weights:
         out.print(f"{inputs['n_modules']} of {n_weights} weights belong to Linears; the others stay in high precision")
     if activations:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("all inputs of Linears")
-        table.add_column("sampled rows", justify="right")
-        for label, cell in _LINES.items():
-            table.add_row(label, cell(activations))
         errors = activations["output_error"]
-        both = " / ".join(_percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
-        table.add_row("error of the output, by X / by W", both)
-        out.print(table)
+        both = " / ".join(percent(errors.get(role)) for role in ("x_fwd", "w_fwd"))
+        rows = [(label, cell(activations)) for label, cell in _LINES.items()]
+        rows.append(("error of the output, by X / by W", both))
+        _print_table(out, ["all inputs of Linears", "sampled rows"], rows)
         out.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("worst products", overflow="fold")
-        table.add_column("error of the output by X", justify="right")
-        table.add_column("zeros in X", justify="right")
-        for row in found["worst_outputs"]:
-            table.add_row(escape(row["module"]), _percent(row["output_error"]), _percent(row["zero_frac"]))
-        out.print(table)
+        rows = [(r["module"], percent(r["output_error"]), percent(r["zero_frac"])) for r in found["worst_outputs"]]
+        _print_table(out, ["worst products", "error of the output by X", "zeros in X"], rows)
         out.print()
     if found["kl"] is None:
         out.print(f"{escape(inputs['model'])} has no next-token distribution: no Delta2, no KL")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("what moves the model", overflow="fold")
-    table.add_column("role")
-    table.add_column("predicted KL, nats per token", justify="right")
-    for row in found["most_sensitive"]:
-        table.add_row(escape(row["module"]), row["role"], _scientific(row["predicted_kl"]))
-    out.print(table)
-    arms = ", ".join(f"{_ARMS.get(arm, arm)} {_scientific(kl)}" for arm, kl in found["kl"].items())
+    rows = [(row["module"], row["role"], number(row["predicted_kl"])) for row in found["most_sensitive"]]
+    _print_table(out, ["what moves the model", "role", "predicted KL, nats per token"], rows, n_left=2)
+    arms = ", ".join(f"{_ARMS.get(arm, arm)} {number(kl)}" for arm, kl in found["kl"].items())
     out.print(f"KL of the model against itself as it is: {escape(arms)} nats per token")
     if not found["is_first_order"]:
         out.print("[yellow]the single effects do not add up to it[/]: read their order, not their size")
     out.print()
 
 
-def _scientific(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2e}"
-
-
-def _fixed(digits: int) -> Callable[[float | None], str]:
-    return lambda value: "-" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+def _print_table(out: Console, head: list[str], rows: list[Any], *, n_left: int = 1) -> None:
+    out.print(table(head, rows, right=range(n_left, len(head)), is_lined=False))
 
 
 _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "elements": lambda d: f"{d['n']:,}",
-    "SQNR (Gaussian)": lambda d: f"{_fixed(2)(d['sqnr_db'])} dB ({_fixed(2)(d['gaussian_sqnr_db'])})",
-    "rounded to zero (Gaussian)": lambda d: f"{_percent(d['zero_frac'])} ({_percent(d['gaussian_zero_frac'])})",
-    "clipped": lambda d: _percent(d["saturated_frac"]),
-    "scale / deadzone / grid": lambda d: " / ".join(_fixed(3)(d[n]) for n in ("scale", "deadzone", "grid")),
-    "raw, as in the paper": lambda d: " / ".join(_fixed(3)(d[f"raw_{n}"]) for n in ("scale", "deadzone", "grid")),
-    "cos(scale, grid)": lambda d: _fixed(3)(d["cos_scale_grid"]),
+    "SQNR (Gaussian)": lambda d: f"{fixed(d['sqnr_db'])} dB ({fixed(d['gaussian_sqnr_db'])})",
+    "rounded to zero (Gaussian)": lambda d: f"{percent(d['zero_frac'])} ({percent(d['gaussian_zero_frac'])})",
+    "clipped": lambda d: percent(d["saturated_frac"]),
+    "scale / deadzone / grid": lambda d: " / ".join(fixed(d[n], 3) for n in ("scale", "deadzone", "grid")),
+    "raw, as in the paper": lambda d: " / ".join(fixed(d[f"raw_{n}"], 3) for n in ("scale", "deadzone", "grid")),
+    "cos(scale, grid)": lambda d: fixed(d["cos_scale_grid"], 3),
     "main component": lambda d: d["component"] or "-",
 }

@@ -9,8 +9,6 @@ import click
 
 from mxprobe.errors import EXIT_ATTACH, EXIT_BREACHED
 
-_MARKS = {True: "ok", False: "NO", None: "  "}
-
 
 @click.command("selftest")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -22,20 +20,20 @@ def command(ctx: click.Context, as_json: bool) -> None:
     is open here, against the same job left alone: bit for bit at every step. Takes one to two minutes; exit code 1 if
     anything is wrong, 4 if nothing can be attached. Paste the output in a bug report.
     """
-    from mxprobe.attach.diagnosis import diagnose, ways_in
+    from mxprobe.attach.host_checks import check_host, ways_in
     from mxprobe.selftest.attached import check_attach, temporary
     from mxprobe.selftest.backends import check_backends
 
     started = time.monotonic()
-    surroundings = diagnose()
-    ways = ways_in(surroundings)
-    findings = [f for f in surroundings if f.name in ("mxprobe", "python", "torch", "system", "listener", "ptrace")]
+    host = check_host()
+    ways = ways_in(host)
+    findings = [each for each in host if each.name in ("mxprobe", "python", "torch", "system", "listener", "ptrace")]
     shown = 0
 
     def show() -> None:
         nonlocal shown
         for finding in findings[shown:] if not as_json else []:
-            click.echo(f"{_MARKS[finding.ok]}  {finding.name:18} {finding.detail}")
+            click.echo(finding)
         shown = len(findings)
 
     show()

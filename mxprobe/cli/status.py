@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from mxprobe.cli import pids as targets
-from mxprobe.errors import AttachError
+from mxprobe.cli import targets
 from mxprobe.printable import printable
 
 _TIMEOUT_S = 10.0
@@ -14,24 +13,17 @@ _TIMEOUT_S = 10.0
 
 @click.command("status")
 @targets.argument
-@click.option("--job", is_flag=True, help="Every attached rank, on this machine, of the job of PID.")
+@targets.job_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead.")
 def command(pids: tuple[int, ...], job: bool, as_json: bool) -> None:
     """Show what is attached: where the trace goes, at which step it is, what it costs, what was lost."""
-    from mxprobe.attach.client import ask
-    from mxprobe.attach.rundir import attached, control_socket_of
+    from mxprobe.attach.rundir import attached
 
-    if not pids:
-        sockets = [path for _, path in attached()]
-    else:
-        named = list(pids) if not job else targets.look_up_all(pids, job=True).pids
-        sockets = [path for pid in named if (path := control_socket_of(pid)) is not None]
-    answers = [answer for path in sockets if (answer := ask(path, "status", timeout_s=_TIMEOUT_S)) is not None]
+    named = targets.named(pids, job=job) if pids else [pid for pid, _ in attached()]
+    answers = [answer for pid in named if (answer := targets.ask(pid, "status", timeout_s=_TIMEOUT_S)) is not None]
     if pids and not answers:
-        raise AttachError(
-            "not_attached",
+        raise targets.not_attached(
             f"Process {pids[0]} is not attached." if len(pids) == 1 else "None of these processes is attached.",
-            cause="it never was, it was detached already, or another user attached to it",
             remedy="`mxprobe status` lists what is attached; `mxprobe attach` attaches",
         )
     if as_json:
@@ -45,7 +37,7 @@ def command(pids: tuple[int, ...], job: bool, as_json: bool) -> None:
 
 
 def where_ranks_stand(answers: list[dict[str, Any]]) -> list[str]:
-    """A line per trace of several ranks that are not at the same step; processes that only log are no ranks."""
+    """Return a line per trace whose ranks are not at the same step. Processes that only log are no ranks."""
     traces: dict[str, dict[int, int]] = {}
     for answer in answers:
         if answer["last_step"] is not None and answer["role"] != "metrics":
@@ -85,7 +77,7 @@ def _lines(status: dict[str, Any]) -> str:
 
 
 def _pause(status: dict[str, Any]) -> list[str]:
-    """For how long the run stood still, and how long it took until it could be probed."""
+    """Return for how long the run stood still, and how long it took until it could be probed."""
     if status.get("pause_ms") is None:
         return []
     stopped, entered = status["pause_ms"], status["attach_latency_ms"]
@@ -95,7 +87,7 @@ def _pause(status: dict[str, Any]) -> list[str]:
 
 
 def _overhead(agent: dict[str, Any]) -> list[str]:
-    """What attaching costs, and what was thinned to keep it below the limit."""
+    """Return what attaching costs, and what was thinned to keep it below the limit."""
     in_hooks, contention, beside = (
         agent[name] / agent["step_ns"] for name in ("probe_ns", "contention_ns", "measure_ns")
     )

@@ -2,30 +2,24 @@
 
 import click
 
-from mxprobe.cli import pids as targets
-from mxprobe.errors import AttachError
+from mxprobe.cli import targets
 
 _TIMEOUT_S = 10.0
 
 
 @click.command("trigger")
 @targets.argument
-@click.option("--job", is_flag=True, help="Every attached rank, on this machine, of the job of PID.")
+@targets.job_option
 def command(pids: tuple[int, ...], job: bool) -> None:
     """Have attached processes go to full statistics now, weights included, for the next probed steps.
 
     With `mxprobe attach --record` the flight recorder writes its past as well: the norm of each output and gradient
     in the last 64 steps, table `flight` of the trace.
     """
-    from mxprobe.attach.client import ask
-    from mxprobe.attach.rundir import control_socket_of
-
-    targets.required(pids)
-    named = list(pids) if not job else targets.look_up_all(pids, job=True).pids
+    named = targets.named(pids, job=job)
     missing: list[int] = []
     for pid in named:
-        control_socket = control_socket_of(pid)
-        answer = None if control_socket is None else ask(control_socket, "trigger", timeout_s=_TIMEOUT_S)
+        answer = targets.ask(pid, "trigger", timeout_s=_TIMEOUT_S)
         if answer is None or not answer["recording"]:
             missing.append(pid)
             continue
@@ -33,9 +27,7 @@ def command(pids: tuple[int, ...], job: bool) -> None:
         click.echo(f"triggered {pid}: {past}full statistics follow", err=True)
     if missing and not (job and len(missing) < len(named)):
         who = f"Process {missing[0]} is" if len(missing) == 1 else f"Processes {', '.join(map(str, missing))} are"
-        raise AttachError(
-            "not_attached",
+        raise targets.not_attached(
             f"{who} not being recorded.",
             cause="never attached, still waiting for a first step, detached already, or attached by another user",
-            remedy="`mxprobe status` lists what is attached",
         )

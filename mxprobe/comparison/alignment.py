@@ -24,8 +24,12 @@ class Steps:
         return frame[frame["step"].between(self.first, self.last)]
 
     def of(self, by_step: pd.Series) -> pd.Series:
-        """The part of a series indexed by step that lies in the range."""
+        """Return the part of a series indexed by step that lies in the range."""
         return by_step[(by_step.index >= self.first) & (by_step.index <= self.last)]
+
+    @property
+    def words(self) -> str:
+        return f"{self.first} to {self.last}"
 
     @property
     def last_quarter(self) -> "Steps":
@@ -49,12 +53,19 @@ class Alignment:
         return _UNITS[self.axis]
 
     @property
+    def words(self) -> str:
+        """`aligned by step, 1 to 240`."""
+        if self.is_aligned:
+            return f"aligned by {self.axis}, {self.a.words}"
+        return f"each over its own {self.unit}, A {self.a.words}, B {self.b.words}"
+
+    @property
     def is_aligned(self) -> bool:
         return self.a == self.b
 
 
 def align(a: Trace, b: Trace) -> Alignment:
-    """Modules of one name and shape, phases and steps that both traces hold.
+    """Return the modules of one name and shape, the phases and the steps that both traces hold.
 
     Raises:
         UsageError: nothing was probed in one of them, no module or no phase in common, or every common module has
@@ -144,10 +155,10 @@ def _common_steps(a: Trace, b: Trace) -> tuple[Steps, Steps, list[str]]:
     ranges = [_steps_of(trace) for trace in (a, b)]
     first, last = max(each.first for each in ranges), min(each.last for each in ranges)
     if last - first + 1 < MIN_COMMON_STEPS:
-        spans = [f"{each.first} to {each.last}" for each in ranges]
         said = (
-            f"The runs share fewer than {MIN_COMMON_STEPS} {_UNITS[a.axis]} (A {spans[0]}, B {spans[1]}), so each is "
-            "taken over its own: what changed includes what training did meanwhile."
+            f"The runs share fewer than {MIN_COMMON_STEPS} {_UNITS[a.axis]} (A {ranges[0].words}, B "
+            f"{ranges[1].words}), "
+            "so each is taken over its own: what changed includes what training did meanwhile."
         )
         return ranges[0], ranges[1], [said]
     longest = max(each.last - each.first + 1 for each in ranges)

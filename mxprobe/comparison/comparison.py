@@ -2,12 +2,13 @@
 
 import html
 import math
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mxprobe.attribution.thresholds import Thresholds
-from mxprobe.attribution.words import correction_words, number
+from mxprobe.attribution.words import correction_words
+from mxprobe.numbers import interval, number, signed
+from mxprobe.plain_data import plain_data
 from mxprobe.trace import Trace
 
 from .alignment import Alignment, align
@@ -34,13 +35,13 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready: numbers that are not finite are null."""
-        return {"schema": JSON_SCHEMA, **_plain(self)}
+        return {"schema": JSON_SCHEMA, **plain_data(self)}
 
     def _repr_html_(self) -> str:
         """For notebooks: the headline, the prediction, and the metrics that changed clearly."""
         rows = "".join(
-            f"<tr><td>{html.escape(each.metric)}</td><td>{each.a.mean:.4g}</td><td>{each.b.mean:.4g}</td>"
-            f"<td>{each.change.difference:+.3g} [{each.change.low:+.3g}, {each.change.high:+.3g}]</td></tr>"
+            f"<tr><td>{html.escape(each.metric)}</td><td>{number(each.a.mean)}</td><td>{number(each.b.mean)}</td>"
+            f"<td>{interval(each.change.difference, each.change.low, each.change.high, signed)}</td></tr>"
             for each in self.signals
             if each.change.is_clear
         )
@@ -107,15 +108,3 @@ def _headline(prediction: PredictionCheck, symptom: SymptomChange | None, signal
         said = f"{moved} by {number(abs(change.difference))}" if change.is_clear else "did not change clearly"
         sentences.append(f"The reward {said}: {number(reward.a.mean)} to {number(reward.b.mean)}.")
     return " ".join(sentences) or "Nothing that both runs measured tells them apart."
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -77,7 +77,7 @@ class SignalChange:
 
 
 def error_changes(a: Trace, b: Trace, alignment: Alignment) -> tuple[ErrorChange, ...]:
-    """By phase and role, then by kind of module, in the order of the model."""
+    """Return the changes by phase and role, then by kind of module, in the order of the model."""
     found: list[ErrorChange] = []
     series = [dict(error_series(trace, steps, alignment)) for trace, steps in ((a, alignment.a), (b, alignment.b))]
     for key, values in series[0].items():
@@ -87,7 +87,10 @@ def error_changes(a: Trace, b: Trace, alignment: Alignment) -> tuple[ErrorChange
 
 
 def ratio_of_levels(a: pd.Series, b: pd.Series, *, paired: bool) -> tuple[float, float, float, float, float]:
-    """Geometric means of two series by step, B / A, and its 95 % interval. NaN ratios where either is negligible."""
+    """Return the geometric means of two series by step, B / A, and its 95 % interval.
+
+    The ratios are NaN where either mean is negligible.
+    """
     x, y = a.to_numpy(dtype=float), b.to_numpy(dtype=float)
     if paired and x.size and y.size:
         x, y = _pair(a, b)
@@ -102,7 +105,7 @@ def ratio_of_levels(a: pd.Series, b: pd.Series, *, paired: bool) -> tuple[float,
 
 
 def signal_changes(a: Trace, b: Trace, alignment: Alignment) -> tuple[SignalChange, ...]:
-    """Metrics that both runs logged, the telling ones first."""
+    """Return the metrics that both runs logged, the telling ones first."""
     found: list[SignalChange] = []
     series = [signal_series(trace, steps) for trace, steps in ((a, alignment.a), (b, alignment.b))]
     quarters = (alignment.a.last_quarter, alignment.b.last_quarter)
@@ -125,7 +128,7 @@ _Key = tuple[str, str, str, str]  # measure, kind, role, phase
 
 
 def _pair(a: pd.Series, b: pd.Series) -> tuple[Array, Array]:
-    """Both series at B's steps; A is interpolated linearly, and held at its ends."""
+    """Return both series at B's steps; A is interpolated linearly, and held at its ends."""
     steps = b.index.to_numpy(dtype=float)
     return np.interp(steps, a.index.to_numpy(dtype=float), a.to_numpy(dtype=float)), b.to_numpy(dtype=float)
 
@@ -179,7 +182,7 @@ def _error_change(key: _Key, a: pd.Series, b: pd.Series, *, paired: bool) -> Err
 
 
 def signal_series(trace: Trace, steps: Steps) -> dict[str, pd.Series]:
-    """Metric -> values by step; of several keys of one metric the first one logged."""
+    """Return metric -> values by step; of several keys of one metric the first one logged."""
     rows = steps.rows(trace.signals())
     rows = rows[np.isfinite(rows["value"].to_numpy(dtype=float))]
     found: dict[str, pd.Series] = {}

@@ -25,7 +25,8 @@ from mxprobe.attribution.measured import FORWARD_ROLES, Measured, correction_of,
 from mxprobe.attribution.ratios import realised_ratios
 from mxprobe.attribution.symptom import Mismatch, mismatch
 from mxprobe.attribution.thresholds import Thresholds
-from mxprobe.attribution.words import correction_words, listed, number
+from mxprobe.attribution.words import correction_words, listed
+from mxprobe.numbers import number
 from mxprobe.schema import PLAIN_WORDS, Phase, Verdict
 from mxprobe.trace import Trace
 
@@ -151,7 +152,7 @@ class _Facts:
 
 
 def _phase(a: Measured, b: Measured, named: npt.NDArray[np.bool_]) -> Phase:
-    """Where the named modules make an error in A, and both runs were seen: the rollout first."""
+    """Return the phase in which the named modules make an error in A, and both runs were seen: the rollout first."""
     for phase in (Phase.ROLLOUT, Phase.TRAIN):
         if phase in a.outputs and phase in b.outputs:
             error = a.outputs[phase].realised(np.ones(a.n_clusters))[named.any(axis=1)]
@@ -161,7 +162,9 @@ def _phase(a: Measured, b: Measured, named: npt.NDArray[np.bool_]) -> Phase:
 
 
 def _switched_on(a: Measured, b: Measured, phase: Phase) -> dict[tuple[str, int], str]:
-    """(module, role index) -> the correction that B's recipe has and A's has not; KEEP where B no longer quantizes.
+    """Return (module, role index) -> the correction that B's recipe has and A's has not.
+
+    It is KEEP where B no longer quantizes.
 
     Only where one recipe reproduces B's outputs exactly: elsewhere the recipe is a best fit and says nothing. Going
     back to the plain quantizer is no correction.
@@ -198,7 +201,7 @@ def _not_exact_words(b: Measured, phase: Phase, modules: list[str]) -> str:
 def _predicted(
     decision: Decision, measured: Measured, modules: list[str], switched: dict[tuple[str, int], str]
 ) -> Gain | None:
-    """A's what-ifs put together as B has switched them on; None where one of them was not scored."""
+    """Return A's what-ifs put together as B has switched them on; None where one of them was not scored."""
     situation, operands = decision.situation, measured.operands
     if situation is None or operands is None:
         return None
@@ -220,7 +223,7 @@ def _predicted(
 
 
 def _measured(a: Trace, b: Trace, alignment: Alignment, modules: list[str], phase: Phase) -> Gain | None:
-    """Gain in that phase; None with too few steps, or where A's error is negligible."""
+    """Return the gain in that phase; None with too few steps, or where A's error is negligible."""
     series = [_error_by_step(trace, steps, modules, phase) for trace, steps in ((a, alignment.a), (b, alignment.b))]
     n = min(values.size for values in series)
     if n < 2:
@@ -232,7 +235,7 @@ def _measured(a: Trace, b: Trace, alignment: Alignment, modules: list[str], phas
 
 
 def _error_by_step(trace: Trace, steps: Steps, modules: list[str], phase: Phase) -> pd.Series:
-    """Mean over modules of the realised output error, by probed step."""
+    """Return the mean over modules of the realised output error, by probed step."""
     rows = steps.rows(trace.outputs())
     rows = rows[rows["module"].isin(modules) & (rows["phase"] == phase.value)]
     return realised_ratios(rows, ["step", "module"]).groupby("step")["realised"].mean().dropna()
@@ -252,10 +255,10 @@ def _words(outcome: Outcome, facts: _Facts, predicted: Gain, measured: Gain | No
     named = "which A's verdict named" if facts.correction in facts.decision.chosen else "which A's verdict did not name"
     name, where = correction_words(facts.correction), listed(facts.kinds)
     head = f"{name[0].upper()}{name[1:]}, {named}, is on in B for {facts.n_on} of {facts.n_operands} operands."
-    foretold = f"A's what-ifs predicted {_gain(predicted)} of the output error of {where} removed"
+    foretold = f"A's what-ifs predicted {predicted.words} of the output error of {where} removed"
     if outcome is Outcome.NOT_MEASURED or measured is None:
         return f"{head} {foretold}; what B removed cannot be told: too few probed steps, or no error in A."
-    return f"{head} It {outcome}: {foretold}, B measures {_gain(measured)}."
+    return f"{head} It {outcome}: {foretold}, B measures {measured.words}."
 
 
 def _not_switched_on(decision: Decision) -> str:
@@ -268,7 +271,3 @@ def _not_switched_on(decision: Decision) -> str:
     score = next((each for each in decision.scores if each.correction == decision.chosen[0]), None)
     gain = "" if score is None else f", predicted to remove {number(score.gain)} of the output error,"
     return f"A's verdict named {names}{gain} but B has it on in none of these operands: the prediction is not tested."
-
-
-def _gain(gain: Gain) -> str:
-    return f"{gain.value:.2f} [{gain.low:.2f}, {gain.high:.2f}]"

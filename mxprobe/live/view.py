@@ -1,6 +1,5 @@
 """The picture: symptoms, top layers by output error, overhead and drops; and the same as one plain line."""
 
-import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mxprobe.attribution.trends import mann_kendall
+from mxprobe.numbers import number, percent
 from mxprobe.printable import printable
 
 from .controls import HELP, Controls
@@ -73,12 +73,12 @@ def plain_line(state: LiveState) -> str:
     for metric, words in (*METRICS[:2], (MISMATCH, "mismatch")):
         points = state.series.get(metric)
         if points:
-            parts.append(f"{words} {_number(next(reversed(points.values())))}")
+            parts.append(f"{words} {number(next(reversed(points.values())))}")
     layers = select_layers(state.layer_table(), Controls())
     if len(layers):
         worst = layers.iloc[0]
-        parts.append(f"worst {worst['module']} {worst['role']} {_number(worst['output_error'])}")
-    parts.append(f"overhead {_percent(state.overhead_frac)}")
+        parts.append(f"worst {worst['module']} {worst['role']} {number(worst['output_error'])}")
+    parts.append(f"overhead {percent(state.overhead_frac)}")
     parts.append(f"dropped {state.n_dropped}")
     if state.n_errors:
         parts.append(f"errors {state.n_errors}")
@@ -143,7 +143,7 @@ def _symptoms(state: LiveState, width: int, *, ascii_only: bool) -> Table:
             continue
         values = list(points.values())
         trend = mann_kendall(values[-_TREND_POINTS:])
-        cells = [words, _number(values[-1]), trend.direction() if trend else ""]
+        cells = [words, number(values[-1]), trend.direction() if trend else ""]
         table.add_row(*cells, *([sparkline(values, bars, ascii_only=ascii_only)] if bars else []))
     return table
 
@@ -178,7 +178,7 @@ def _cell(key: str, value: object) -> str:
     if isinstance(value, float):
         if key in ("rollout", "train") and value < NEGLIGIBLE:
             return "exact"
-        return _percent(value) if key == "zeros" else _number(value)
+        return percent(value) if key == "zeros" else number(value)
     return escape(printable(str(value)))
 
 
@@ -187,26 +187,14 @@ def _footer(state: LiveState, controls: Controls, n_layers: int) -> Text:
         return Text(
             f"filter: {printable(controls.typing)}_   (enter applies, escape leaves)", style="bold", no_wrap=True
         )
-    parts = [f"overhead {_percent(state.overhead_frac)}", f"dropped {state.n_dropped}", f"errors {state.n_errors}"]
+    parts = [f"overhead {percent(state.overhead_frac)}", f"dropped {state.n_dropped}", f"errors {state.n_errors}"]
     if state.coverage is not None:
-        parts.append(f"GEMM work seen {_percent(state.coverage)}")
+        parts.append(f"GEMM work seen {percent(state.coverage)}")
     parts.append(f"{n_layers} operands" + (f" matching {controls.filter!r}" if controls.filter else ""))
     footer = Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
     if not controls.is_shown_once:
         footer.append(f"\n{HELP}", style="dim")
     return footer
-
-
-def _number(value: object) -> str:
-    if not isinstance(value, float) or math.isnan(value):
-        return "-"
-    return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.3g}"
-
-
-def _percent(share: float | None) -> str:
-    return (
-        "-" if share is None or math.isnan(share) else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-    )
 
 
 def _tail(name: str, width: int) -> str:

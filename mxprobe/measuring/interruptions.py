@@ -14,7 +14,7 @@ from typing import Any
 
 
 def is_of_a_signal_handler(error: BaseException) -> bool:
-    """Whether a handler of a signal is among the frames that the exception came through."""
+    """Say whether a handler of a signal is among the frames that the exception came through."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -27,7 +27,7 @@ def is_of_a_signal_handler(error: BaseException) -> bool:
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """The code of a handler written in Python; None of any other."""
+    """Return the code of a handler written in Python; None for any other."""
     while isinstance(handler, partial):
         handler = handler.func
     function = getattr(handler, "__func__", handler)

@@ -36,12 +36,15 @@ OTHER_FORMATS: tuple[str, ...] = ("nvfp4_4over6", "mxfp4_4over6", "hif4", "mxfp6
 """Tried with themselves, with nothing and with plain rules, not in every pair: what a module that nothing explains
 costs grows with the pairs."""
 
+OUTPUT_ENERGIES = ("ref2", "realised2", "predicted2", "residual2")
+"""The sums of a row of table `outputs`."""
+
 Recipe = tuple[str, str]
 """How x and how W were quantized, each as `Operand.inferred` spells it: `none`, `mxfp4+floor`, `nvfp4`, ..."""
 
 
 class Call(NamedTuple):
-    """A Linear's call on sampled rows and output features."""
+    """A Linear's call on sampled rows and output features; or those of E experts, with an axis E before the others."""
 
     x: torch.Tensor
     """[R, K]"""
@@ -52,13 +55,13 @@ class Call(NamedTuple):
     dtype: torch.dtype = torch.float64
     """In which the layer returned y: what its operands had been rounded to, at least."""
     weights: torch.Tensor | None = None
-    """float64 [R]: what each row counts in the sums; None where all count 1."""
+    """[R]: what each row counts in the sums; None where all count 1."""
 
 
 def candidates(previous: Recipe | None) -> Iterator[Recipe]:
-    """Recipes to try, the likely first: the module's last one, untouched, MXFP4 by rule, corrected, one-sided.
+    """Yield recipes to try: the module's last one, untouched, MXFP4 by rule, corrected, one-sided.
 
-    Then every other pair: a correction is often switched on for one operand of a GEMM alone.
+    Then follows every other pair: a correction is often switched on for one operand of a GEMM alone.
     """
     names = (*RULES, *CORRECTED)
     likely: list[Recipe] = [] if previous is None else [previous]
@@ -76,42 +79,57 @@ def infer_recipe(call: Call, previous: Recipe | None = None) -> tuple[Recipe, di
     Where y is narrower than x or W (autocast), the product was taken of values rounded to y's dtype. Quantizers
     may come before that rounding or after it, so both orders are tried.
     """
-    x, w, y = call.x.double(), call.w.double(), call.y.double()
-    small_y = y[:_PROBE_ROWS, :_PROBE_FEATURES]
-    small_ref2 = _energy(x[:_PROBE_ROWS] @ w[:_PROBE_FEATURES].T)
-    ref = x @ w.T
-    weigh = Weigh(call.weights)
-    ref2, realised2 = weigh.energy(ref), weigh.energy(y - ref)
+    outputs = Outputs(call)
+    small_y = outputs.y[:_PROBE_ROWS, :_PROBE_FEATURES]
+    small_ref2 = float(_energy(call.x[:_PROBE_ROWS].double() @ call.w[:_PROBE_FEATURES].double().T))
     best: tuple[float, Recipe, Quantized] | None = None
     for quantized in orders(call):
         for recipe in candidates(previous):
             qx, qw = quantized.pair(recipe, _PROBE_ROWS, _PROBE_FEATURES)
-            residual2 = _energy(small_y - qx @ qw.T)
+            residual2 = float(_energy(small_y - qx @ qw.T))
             if residual2 <= EXACT_FRAC * small_ref2:
-                sums = _sums(recipe, quantized, y, ref, weigh)
-                if sums["residual2"] <= EXACT_FRAC * ref2:
-                    return recipe, {"exact": True, "ref2": ref2, "realised2": realised2, **sums}
+                sums = _named(outputs.sums(recipe, quantized))
+                if sums["residual2"] <= EXACT_FRAC * sums["ref2"]:
+                    return recipe, {"exact": True, **sums}
             if best is None or residual2 < best[0]:
                 best = (residual2, recipe, quantized)
     assert best is not None  # there always is a candidate
     _, recipe, quantized = best
-    return recipe, {"exact": False, "ref2": ref2, "realised2": realised2, **_sums(recipe, quantized, y, ref, weigh)}
+    return recipe, {"exact": False, **_named(outputs.sums(recipe, quantized))}
 
 
-def _sums(recipe: Recipe, quantized: Quantized, y: torch.Tensor, ref: torch.Tensor, weigh: Weigh) -> dict[str, float]:
-    qx, qw = quantized.pair(recipe, None, None)
-    product = qx @ qw.T
-    return {"predicted2": weigh.energy(product - ref), "residual2": weigh.energy(y - product)}
+def _named(sums: torch.Tensor) -> dict[str, float]:
+    return dict(zip(OUTPUT_ENERGIES, sums.tolist()))
 
 
-class Weigh:
-    """Energies of matrices [R, ...] whose rows count by their weights, float64 [R]; None: all count 1."""
+def output_energies(call: Call, recipe: Recipe) -> torch.Tensor:
+    """`OUTPUT_ENERGIES` of each expert under a recipe, float64 [4, E]; of the orders of rounding, the better."""
+    outputs, best = Outputs(call), None
+    for quantized in orders(call):
+        sums = outputs.sums(recipe, quantized)
+        best = sums if best is None else torch.where(sums[3] < best[3], sums, best)
+    assert best is not None  # there always is an order
+    return best
 
-    def __init__(self, weights: torch.Tensor | None) -> None:
-        self._root = None if weights is None else weights.sqrt()[:, None]
 
-    def energy(self, x: torch.Tensor) -> float:
-        return _energy(x if self._root is None else x * self._root)
+class Outputs:
+    """The output of a call beside its exact product, [..., R, O_s]; rows count by their weights."""
+
+    def __init__(self, call: Call) -> None:
+        self.y = call.y.double()
+        self._ref = call.x.double() @ call.w.double().mT
+        self._root = None if call.weights is None else call.weights.double().sqrt()[..., None]
+        self._of_call = torch.stack((self._weighed(self._ref), self._weighed(self.y - self._ref)))
+
+    def sums(self, recipe: Recipe, quantized: Quantized) -> torch.Tensor:
+        """float64 [4, ...]: `OUTPUT_ENERGIES`."""
+        qx, qw = quantized.pair(recipe, None, None)
+        product = qx @ qw.mT
+        of_recipe = (self._weighed(product - self._ref), self._weighed(self.y - product))
+        return torch.cat((self._of_call, torch.stack(of_recipe)))
+
+    def _weighed(self, t: torch.Tensor) -> torch.Tensor:
+        return _energy(t if self._root is None else t * self._root)
 
 
 def orders(call: Call) -> Iterator[Quantized]:
@@ -131,15 +149,19 @@ class Quantized:
         self._made: dict[tuple[int, str, int | None], torch.Tensor] = {}
 
     def pair(self, recipe: Recipe, rows: int | None, features: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """float64 [rows, K] and [features, K]; None for all."""
+        """float64 [..., rows, K] and [..., features, K]; None for all."""
         return self._get(0, recipe[0], rows), self._get(1, recipe[1], features)
 
     def _get(self, side: int, name: str, limit: int | None) -> torch.Tensor:
         key = (side, name, limit)
         if key not in self._made:
             whole = self._tensors[side]
-            of_whole = Operand.parse(name).needs_whole_tensor
-            value = quantize(whole, name)[:limit] if of_whole else quantize(whole[:limit], name)
+            if not Operand.parse(name).needs_whole_tensor:
+                value = quantize(whole[..., :limit, :], name)
+            elif whole.dim() == 2:
+                value = quantize(whole, name)[:limit]
+            else:
+                value = torch.stack([quantize(each, name)[:limit] for each in whole])
             self._made[key] = value.to(self._dtype).double()
         return self._made[key]
 
@@ -150,14 +172,8 @@ def quantize(x: torch.Tensor, name: str) -> torch.Tensor:
     return x if operand.is_high_precision else quantize_operand(x, operand)
 
 
-def _energy(x: torch.Tensor) -> float:
-    """||x||^2 over the finite elements."""
-    flat = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten()
-    return float(torch.dot(flat, flat))
-
-
 def recipe_words(recipe: Recipe) -> str:
-    """Return `mxfp4+rceil`, or `x none, W mxfp4+rceil` where the two operands differ."""
+    """Say a recipe in one name, or in one for x and one for W."""
     return recipe[0] if recipe[0] == recipe[1] else f"x {recipe[0]}, W {recipe[1]}"
 
 
@@ -165,3 +181,11 @@ def recipe_event(place: tuple[str, str], recipe: Recipe, before: Recipe) -> Even
     """Return the event of a (module, phase) that has changed its recipe."""
     data = {"phase": place[1], "recipe": recipe_words(recipe), "before": recipe_words(before)}
     return Event("recipe", place[0], "changed", data)
+
+
+def _energy(x: torch.Tensor) -> torch.Tensor:
+    """||x||^2 over the finite elements of each matrix, [..., M, N] -> [...]."""
+    finite = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    if x.dim() == 2:
+        return torch.dot(finite.flatten(), finite.flatten())
+    return finite.square().sum((-2, -1))

@@ -18,7 +18,7 @@ def seed_of(step: int, module: str) -> int:
 
 
 def spread(n: int, total: int, device: torch.device | None = None) -> torch.Tensor:
-    """int64 [n] of range(total), evenly spaced, ascending; made on the device, since sending it there would wait."""
+    """Return int64 [n] of range(total), evenly spaced, ascending; made on the device, since sending it would wait."""
     return torch.arange(n, device=device) * total // max(n, 1)
 
 
@@ -49,13 +49,13 @@ class Rows:
 
     @property
     def n_effective(self) -> int:
-        """Rows of equal weight that would tell as much of a sum to which all rows add alike."""
+        """How many rows of equal weight would tell as much of a sum to which all rows add alike."""
         n_drawn = self.index.shape[0] - self.n_certain
         total, squares = (n_drawn * self.drawn_weight**p + self.n_certain for p in (1, 2))
         return round(total**2 / squares)
 
     def keep(self, kept: torch.Tensor) -> Rows:
-        """Without the rows for which `kept`, bool [R + C], is false; waits for the device."""
+        """Return the rows for which `kept`, bool [R + C], is true; waits for the device."""
         n_certain = int(kept[kept.shape[0] - self.n_certain :].sum())
         return Rows(self.index[kept], n_certain, self.drawn_weight)
 
@@ -86,11 +86,11 @@ def sample_singles(norms: torch.Tensor, limit: int, *, seed: int) -> Rows | None
 
 
 def row_norms(x: torch.Tensor) -> torch.Tensor:
-    """[N] of [N, K], at least float32, without a copy of x."""
+    """Return the norms of the rows of x [N, K], at least float32, without a copy of x."""
     narrow = x.dtype in (torch.float16, torch.bfloat16)
     return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32 if narrow else None)
 
 
 def take(x: torch.Tensor, index: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
-    """A copy of the chosen rows (or columns): later in-place changes of `x` must not reach it."""
+    """Copy the chosen rows (or columns): later in-place changes of `x` must not reach them."""
     return x.detach().clone() if index is None else x.detach().index_select(dim, index)

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from mxprobe.errors import MxprobeError, UsageError
-from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.adapters.families import adapter_of
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.copying import snapshot_of
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import sample_weight
 from mxprobe.measuring.recipes import Recipe
 from mxprobe.measuring.replay.arms import replay_arms
-from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.step_rows import measure_step

@@ -68,7 +68,7 @@ class BuiltModel:
 
         A checkpoint and a model name the same layer with and without the base model's prefix.
         """
-        from mxprobe.measuring.adapters.inventory import take_inventory
+        from mxprobe.measuring.adapters.weight_modules import take_inventory
 
         prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
         found: dict[str, nn.Linear] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mxprobe.attach.surroundings import Finding
+from mxprobe.attach.host_checks import HostCheck
 from mxprobe.demo.runner import running
 from mxprobe.errors import MxprobeError
 from mxprobe.trace import open_trace
@@ -55,13 +55,13 @@ class AttachedRun:
         return sum(last - first for first, last, _ in self.spans)
 
 
-def check_attach(ways: Sequence[str], directory: Path) -> list[Finding]:
+def check_attach(ways: Sequence[str], directory: Path) -> list[HostCheck]:
     """Return findings for each way in; the control is run once, for as many steps as the longest of them."""
     attaches = [N_ATTACHES, *(1 for _ in ways[1:])]
     runs = {way: run_attached(way, directory / way, n) for way, n in zip(ways, attaches, strict=True)}
     n_steps = max(len(run.steps) for run in runs.values())
     alone = run_alone(n_steps, directory / "alone")
-    found: list[Finding] = []
+    found: list[HostCheck] = []
     for way, run in runs.items():
         found += [compare_bits(way, run, alone), _recorded(way, run)]
     found += [cost(runs[ways[0]]), *_memory(runs[ways[0]], alone)]
@@ -148,7 +148,7 @@ def _mxprobe(*arguments: str) -> None:
         raise MxprobeError(f"mxprobe {arguments[0]} failed: {done.stderr.strip()}")
 
 
-def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> Finding:
+def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> HostCheck:
     """Compare loss, parameters and random state of each step with the control's.
 
     A difference before the attach is none of ours, and leaves the question open.
@@ -160,13 +160,13 @@ def compare_bits(way: str, run: AttachedRun, alone: list[Step]) -> Finding:
     if parted == n:
         attached = f"{run.n_attached} of them attached ({len(run.spans)} x in and out)"
         detail = f"loss, parameters and random state of {n} steps, {attached}: identical"
-        return Finding(name, True, detail)
+        return HostCheck(name, True, detail)
     before = parted < run.spans[0][0]
     where = "before the attach: this machine does not repeat a run" if before else "after the attach"
-    return Finding(name, None if before else False, f"step {parted + 1} differs, {where}")
+    return HostCheck(name, None if before else False, f"step {parted + 1} differs, {where}")
 
 
-def _recorded(way: str, run: AttachedRun) -> Finding:
+def _recorded(way: str, run: AttachedRun) -> HostCheck:
     traces = [open_trace(path) for path in run.traces]
     operands = [trace.tensors() for trace in traces]
     swallowed = sum(int(trace.overhead()["n_errors"].max()) for trace in traces if len(trace.overhead()))
@@ -179,10 +179,10 @@ def _recorded(way: str, run: AttachedRun) -> Finding:
         f"{swallowed} exceptions swallowed",
     ]
     whole = all(trace.is_complete and len(rows) for trace, rows in zip(traces, operands, strict=True))
-    return Finding(f"trace, {way}", whole and not swallowed, ", ".join(parts))
+    return HostCheck(f"trace, {way}", whole and not swallowed, ", ".join(parts))
 
 
-def cost(run: AttachedRun) -> Finding:
+def cost(run: AttachedRun) -> HostCheck:
     """Compare the CPU time of the training thread with that of the steps of the same job right after the detach.
 
     Another process, or another minute, would be a comparison of two moods of the machine. What is still measured
@@ -195,7 +195,7 @@ def cost(run: AttachedRun) -> Finding:
         ratios.append(1 + extra_s / (last - first) / usual_s)
     mean, half = statistics.mean(ratios), T_975 * statistics.stdev(ratios) / len(ratios) ** 0.5
     wall_s = statistics.median(step.wall_s for step in run.steps)
-    return Finding(
+    return HostCheck(
         "cost",
         None,
         f"training thread {mean - 1:+.1%} CPU (95 %: {mean - half - 1:+.1%} to {mean + half - 1:+.1%}) with every "
@@ -203,11 +203,11 @@ def cost(run: AttachedRun) -> Finding:
     )
 
 
-def _memory(run: AttachedRun, alone: list[Step]) -> list[Finding]:
+def _memory(run: AttachedRun, alone: list[Step]) -> list[HostCheck]:
     if not torch.cuda.is_available():
         return []
     extra = (run.steps[-1].peak - alone[-1].peak) / 2**20
-    return [Finding("GPU memory", None, f"peak {extra:+.0f} MiB against the job alone")]
+    return [HostCheck("GPU memory", None, f"peak {extra:+.0f} MiB against the job alone")]
 
 
 def temporary() -> tempfile.TemporaryDirectory[str]:

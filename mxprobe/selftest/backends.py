@@ -2,7 +2,7 @@
 
 import torch
 
-from mxprobe.attach.surroundings import Finding
+from mxprobe.attach.host_checks import HostCheck
 from mxprobe_kernels import cpu_backend, decompose, reference
 from mxprobe_kernels.agreement import disagreements, hard_tensors
 from mxprobe_kernels.formats import MXFP4, Rule
@@ -11,22 +11,22 @@ TOLERANCE = 1e-6
 """Relative, of sums. Codes, counts and histograms must be equal."""
 
 
-def check_backends() -> list[Finding]:
+def check_backends() -> list[HostCheck]:
     """Return one finding for each backend and device; what cannot be used here is said to be so."""
     found = [_check("torch", "torch", "cpu")]
     isas = cpu_backend.isas()
     found += [_check(f"C++ {isa}", "cpu", "cpu", isa=isa) for isa in isas]
     if not isas:
-        found.append(Finding("C++", None, "not built: no compiler when mxprobe was installed; torch is used instead"))
+        found.append(HostCheck("C++", None, "not built: no compiler when mxprobe was installed; torch is used instead"))
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         found += [_check(f"torch on {name}", "torch", "cuda"), _check(f"Triton on {name}", "triton", "cuda")]
     else:
-        found.append(Finding("Triton", None, "not run: no GPU that torch can use"))
+        found.append(HostCheck("Triton", None, "not run: no GPU that torch can use"))
     return found
 
 
-def _check(label: str, backend: str, device: str, isa: str = "") -> Finding:
+def _check(label: str, backend: str, device: str, isa: str = "") -> HostCheck:
     n_cases, wrong = 0, list[str]()
     for name, x in hard_tensors():
         expected_of = x.float().numpy()
@@ -44,5 +44,5 @@ def _check(label: str, backend: str, device: str, isa: str = "") -> Finding:
                     continue
                 wrong += [f"{name}, {rule}, dim {dim}: {line}" for line in disagreements(measured, expected, TOLERANCE)]
     if wrong:
-        return Finding(label, False, f"{len(wrong)} disagreements in {n_cases} cases, first: {wrong[0]}")
-    return Finding(label, True, f"{n_cases} cases: codes, counts and histograms equal, sums within {TOLERANCE:g}")
+        return HostCheck(label, False, f"{len(wrong)} disagreements in {n_cases} cases, first: {wrong[0]}")
+    return HostCheck(label, True, f"{n_cases} cases: codes, counts and histograms equal, sums within {TOLERANCE:g}")

@@ -1,8 +1,8 @@
 """Keeps apart different modules that ranks call by one name, wherever rows of ranks are added.
 
-The agent calls layers and experts by their index in the whole model (`mxprobe.measuring.adapters.identity`). Where it
-could not tell, two pipeline stages may still both have a `layers.0`: modules of one name and of different class or
-size.
+The agent calls layers and experts by their index in the whole model
+(`mxprobe.measuring.adapters.layer_numbers`). Where it could not tell, two pipeline stages may still both have a
+`layers.0`: modules of one name and of different class or size.
 """
 
 from collections.abc import Sequence

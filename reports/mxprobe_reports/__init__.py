@@ -3,7 +3,7 @@
 from .comparison_page import ComparisonPage, write_comparison
 from .inputs import Inputs
 from .notebook import figures
-from .report import Report, build_report, write_report
+from .report import Report, write_report
 from .rows import Rows
 
-__all__ = ["ComparisonPage", "Inputs", "Report", "Rows", "build_report", "figures", "write_comparison", "write_report"]
+__all__ = ["ComparisonPage", "Inputs", "Report", "Rows", "figures", "write_comparison", "write_report"]

@@ -5,43 +5,42 @@ A change of one run is associated with what happened then, not caused by it: the
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mxprobe.attribution.trends import ALPHA, find_step, mann_kendall
-
-from .markup import Html, basis, number, scope, tag
+from mxprobe.attribution.trends import ALPHA, Step, find_step, mann_kendall
+from mxprobe.numbers import p_value
 
 
 @dataclass(frozen=True)
 class Change:
-    """`at` is the first step after the change point; it and the levels are None where there is none."""
+    """`at` is the first step after the change point, `step` its levels and test; None where there is none."""
 
     trend: str
     """`rising`, `falling` or `flat`."""
     trend_p: float
     at: int | None = None
-    before: float | None = None
-    after: float | None = None
-    p: float | None = None
+    step: Step | None = None
 
-    def to_page(self) -> dict[str, Any]:
-        return {"trend": self.trend, "at": self.at, "before": self.before, "after": self.after, "p": self.p}
+    def words(self, show: Callable[[float], str]) -> str:
+        """Return trend and step in one line; `show` spells the levels."""
+        words = "no trend" if self.trend == "flat" else f"{self.trend}, p {p_value(self.trend_p)}"
+        if self.step is not None:
+            levels = f"{show(self.step.before)} to {show(self.step.after)}"
+            words += f"; step at {self.at}: {levels}, p {p_value(self.step.p)}"
+        return words
 
 
 def find(steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> Change | None:
-    """Mann-Kendall and a step test, both aware of autocorrelation. None with fewer than 8 finite values."""
+    """Test for a trend and a step, both aware of autocorrelation. None with fewer than 8 finite values."""
     finite = np.isfinite(values)
-    trend = mann_kendall(values)
+    trend, step = mann_kendall(values), find_step(values)
     if trend is None:
         return None
-    direction = trend.direction()
-    step = find_step(values)
     if step is None or not step.p < ALPHA or not _beats_a_line(values[finite], step.at):
-        return Change(direction, trend.p)
-    return Change(direction, trend.p, int(steps[finite][step.at]), step.before, step.after, step.p)
+        return Change(trend.direction(), trend.p)
+    return Change(trend.direction(), trend.p, int(steps[finite][step.at]), step)
 
 
 def _beats_a_line(y: npt.NDArray[np.float64], at: int) -> bool:
@@ -49,16 +48,3 @@ def _beats_a_line(y: npt.NDArray[np.float64], at: int) -> bool:
     line = y - np.polyval(np.polyfit(t, y, 1), t)
     step = np.concatenate([y[:at] - y[:at].mean(), y[at:] - y[at:].mean()])
     return float(step @ step) < float(line @ line)
-
-
-def line(change: Change, show: Callable[[float], str]) -> Html:
-    """One line under a chart."""
-    words = "no trend" if change.trend == "flat" else f"{change.trend}, p {_p(change.trend_p)}"
-    if change.at is not None and change.before is not None and change.after is not None and change.p is not None:
-        words += f"; step at {change.at}: {show(change.before)} to {show(change.after)}, p {_p(change.p)}"
-    title = "A trend or step of one run is associated with what happened then, not caused by it."
-    return tag("p", basis("associated"), f" · {words} ", scope("steps"), class_="note change-point", title=title)
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 1e-3 else number(value)

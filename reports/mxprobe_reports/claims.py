@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 
 from mxprobe.attribution import Evidence, Recommendation, ratios
+from mxprobe.numbers import number, percent
 from mxprobe.schema import DELTA_BINS, Role, Verdict
 
 from . import names
-from .markup import Html, basis, card, join, link, number, percent, scope, tag
 from .operands import Operands
+from .rendering import render
 from .symptoms import Signal
 
 _WGRAD = (Role.G_WGRAD.value, Role.X_WGRAD.value)
@@ -24,59 +26,36 @@ _DGRAD = (Role.G_DGRAD.value, Role.W_DGRAD.value)
 _FORWARD = (Role.X_FWD.value, Role.W_FWD.value)
 
 
+_UNKNOWN, _CONSISTENT, _NOT_SEEN = "cannot be told from this trace", "consistent with it", "not what is seen here"
+
+
 @dataclass(frozen=True)
 class Claim:
-    title: str
     reading: str
-    """`consistent with it`, `not what is seen here`, or `cannot be told from this trace`."""
+    """One of the three above."""
     kind: str
+    """`measured`, `predicted` or `associated`."""
     measured: Sequence[str]
-    missing: str
 
 
 def section(
     operands: Operands, recommendation: Recommendation, signals: Sequence[Signal], *, has_noise: bool = False
-) -> Html:
-    """`has_noise`: the sampling noise of the gradient was measured."""
-    found = [
-        scale_and_gradient(operands, has_noise=has_noise),
-        deadzone_and_rollout(operands, recommendation),
-        grid_and_entropy(operands, signals),
-    ]
-    blocks = tag("div", *map(_block, found, _DATA), class_="row three")
-    return card("The paper's three claims on this run", blocks, id="claims", kind=scope("steps", "rank", "operands"))
-
-
-_DATA = (
-    (("depth", "gradient error"), ("methods", "gain")),
-    (("error", "where the error is"), ("signals", "mismatch"), ("realised", "realised errors")),
-    (("error", "split"), ("signals", "entropy")),
-)
-"""Where the numbers of each claim are shown."""
-
-
-def _block(claim: Claim, data: Sequence[tuple[str, str]]) -> Html:
-    return tag(
-        "div",
-        tag("h3", claim.title),
-        tag("p", basis(claim.kind), " ", tag("b", claim.reading), class_="reading"),
-        tag("ul", *[tag("li", text) for text in claim.measured]),
-        tag("p", "Data: ", join([link(id, text) for id, text in data], ", "), class_="note"),
-        tag("p", tag("b", "Not in this trace. "), claim.missing, class_="note"),
-        class_="prose",
+) -> Markup:
+    """Return the card. `has_noise`: the sampling noise of the gradient was measured."""
+    return render(
+        "claims.html",
+        scale=scale_and_gradient(operands),
+        deadzone=deadzone_and_rollout(operands, recommendation),
+        grid=grid_and_entropy(operands, signals),
+        has_noise=has_noise,
     )
 
 
-def scale_and_gradient(operands: Operands, *, has_noise: bool = False) -> Claim:
-    """Scale bias -> gradient: shares of the local dW error, and the gain that compounds with depth."""
+def scale_and_gradient(operands: Operands) -> Claim:
+    """Judge "scale bias -> gradient" by shares of the local dW error and the gain that compounds with depth."""
     split = _split(operands, _WGRAD)
-    title, missing = (
-        "Scale bias distorts the gradient",
-        f"Errors that travel through dgrad{'' if has_noise else ', the sampling noise of the gradient'}, and whether "
-        "the backward is quantized at all. A gradient probe or a replay with ideal scales decides.",
-    )
     if split is None:
-        return Claim(title, "cannot be told from this trace", "measured", ["No wgrad operand was measured."], missing)
+        return Claim(_UNKNOWN, "measured", ["No wgrad operand was measured."])
     said = [f"Of the local error of dW, {_shares(split)}."]
     depth = compounding(operands)
     if depth is not None:
@@ -86,15 +65,14 @@ def scale_and_gradient(operands: Operands, *, has_noise: bool = False) -> Claim:
             f"of {n_layers} layers, adds up to {number(gain)} bits. The sum of log2(s/s*), a heuristic "
             f"(delta_sum_heuristic), would be {number(delta)} bits."
         )
-    removable = split["scale"] > max(split["deadzone"], 0.0)
-    reading = "consistent with it" if removable else "not what is seen here"
-    most = "the largest" if removable else "not the largest"
+    is_largest = split["scale"] > max(split["deadzone"], 0.0)
+    most = "the largest" if is_largest else "not the largest"
     said.append(f"As a what-if on the backward, scale is {most} removable part; the grid stays under any scale.")
-    return Claim(title, reading, "predicted", said, missing)
+    return Claim(_CONSISTENT if is_largest else _NOT_SEEN, "predicted", said)
 
 
 def compounding(operands: Operands) -> tuple[float, float, int] | None:
-    """(sum over depth of log2(beta_G beta_W), the same of mean log2(s/s*), layers); None without dgrad operands.
+    """Return (sum over depth of log2(beta_G beta_W), the same of mean log2(s/s*), layers); None without dgrad operands.
 
     Per layer the mean over its modules: a path through a layer passes through some of them, and which is not known.
     """
@@ -116,45 +94,28 @@ def compounding(operands: Operands) -> tuple[float, float, int] | None:
 
 
 def deadzone_and_rollout(operands: Operands, recommendation: Recommendation) -> Claim:
-    """Deadzone -> rollout: the forward error made on zeroed values, beside the mismatch."""
-    title, missing = (
-        "The deadzone sets rollouts apart",
-        "Log-probabilities of rollout and trainer, and a replay in which the zeroed values are put back: only that "
-        "separates a cause from a coincidence.",
-    )
-    shares = recommendation.shares
-    zeroed, seen = shares.get("zeroed", math.nan), _evidence(recommendation, "mismatch")
+    """Judge "deadzone -> rollout" by the forward error made on zeroed values, beside the mismatch."""
+    zeroed, seen = recommendation.shares.get("zeroed", math.nan), _evidence(recommendation, "mismatch")
     if not math.isfinite(zeroed) or recommendation.verdict is Verdict.NOTHING_QUANTIZED:
         forward = _split(operands, _FORWARD)
-        said = ["Nothing quantized was seen in the forward."]
-        if forward is not None:
-            said.append(f"MXFP4 would make an output error of which {_shares(forward)}.")
-        return Claim(title, "cannot be told from this trace", "predicted", said, missing)
+        would = [] if forward is None else [f"MXFP4 would make an output error of which {_shares(forward)}."]
+        return Claim(_UNKNOWN, "predicted", ["Nothing quantized was seen in the forward.", *would])
     said = [f"Of the output error of the quantized operands, {percent(zeroed)} is made on values rounded to zero."]
     if seen is None or seen.value is None:
-        said.append("Rollout and training were not both seen.")
-        return Claim(title, "cannot be told from this trace", "measured", said, missing)
-    said.append(
-        f"The mismatch of rollout and training is {number(seen.value)}"
-        + (f", its threshold {number(seen.threshold)}." if seen.threshold is not None else ".")
-    )
+        return Claim(_UNKNOWN, "measured", [*said, "Rollout and training were not both seen."])
+    threshold = "" if seen.threshold is None else f", its threshold {number(seen.threshold)}"
+    said.append(f"The mismatch of rollout and training is {number(seen.value)}{threshold}.")
     if not seen.holds:
-        said.append("There is no mismatch to explain.")
-        return Claim(title, "not what is seen here", "measured", said, missing)
+        return Claim(_NOT_SEEN, "measured", [*said, "There is no mismatch to explain."])
     if recommendation.verdict is Verdict.NOT_EXPLAINED:
         said.append("The layers do not do what rounding predicts, so no part of it explains the mismatch.")
-        return Claim(title, "not what is seen here", "measured", said, missing)
+        return Claim(_NOT_SEEN, "measured", said)
     holds = zeroed >= recommendation.thresholds.component_share
-    return Claim(title, "consistent with it" if holds else "not what is seen here", "measured", said, missing)
+    return Claim(_CONSISTENT if holds else _NOT_SEEN, "measured", said)
 
 
 def grid_and_entropy(operands: Operands, signals: Sequence[Signal]) -> Claim:
-    """Grid noise -> entropy: never decided by one run; healthy runs lose half of their entropy."""
-    title, missing = (
-        "Grid noise raises entropy",
-        "The entropy of the same prefixes with and without the error. A healthy run in BF16 loses half of its entropy, "
-        "so a curve alone says nothing about rounding.",
-    )
+    """Show what there is of "grid noise -> entropy": one run never decides, healthy runs lose half of their entropy."""
     said: list[str] = []
     forward = _split(operands, _FORWARD)
     if forward is not None:
@@ -163,11 +124,11 @@ def grid_and_entropy(operands: Operands, signals: Sequence[Signal]) -> Claim:
     if entropy is not None:
         trend = "" if entropy.change is None else f" (trend: {entropy.change.trend})"
         said.append(f"Entropy went from {number(entropy.first)} to {number(entropy.recent)}{trend}.")
-    return Claim(title, "cannot be told from this trace", "associated", said or ["Neither was measured."], missing)
+    return Claim(_UNKNOWN, "associated", said or ["Neither was measured."])
 
 
 def _split(operands: Operands, roles: Sequence[str]) -> dict[str, float] | None:
-    """Remainder split of the output error over operands of these roles, each counted by its relative error."""
+    """Return the remainder split of the output error over operands of these roles, each weighed by its error."""
     positions = [operands.roles.index(role) for role in roles if role in operands.roles]
     found = ratios.output_ratios(operands.totals)[operands.totals["role"].isin(positions).to_numpy()]
     error = found["out_error"].to_numpy(dtype=float)

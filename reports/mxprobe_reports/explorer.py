@@ -1,6 +1,7 @@
 """The operands as page.js explores them: columns, series, histograms, what-ifs, and the measures to colour by."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import pandas as pd
 
 from mxprobe.attribution import ratios
 from mxprobe.attribution.gaussian import GaussianReference, gaussian_reference
+from mxprobe.attribution.words import ROLE_LABELS
+from mxprobe.numbers import power
 from mxprobe.schema import Component, Rule
+from mxprobe.trace.column_arrays import Array
 
 from . import names, packing, whatifs
 from .gaussian_bands import bands
@@ -20,7 +24,7 @@ from .sensitivities import Sensitivities
 OPERAND_COLUMNS: tuple[str, ...] = (
     *("out_error", "out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated"),
     *("nmse", "sqnr_db", "scale", "deadzone", "grid", "zero_frac", "saturated_frac"),
-    *("nmse_reference", "zeroed_reference", "nmse_ratio"),
+    *("nmse_reference", "zeroed_reference", "sqnr_reference", "nmse_ratio"),
     *("sampled", "clusters"),
     *("predicted_kl", "rank_low", "rank_high"),
 )
@@ -31,6 +35,17 @@ LINES: tuple[str, ...] = (
 )
 """Per operand over bins of steps: parts of the error relative to the signal, shares of values, and the weights
 (signal and output energy, count of values) with which bins add up exactly to any range of steps."""
+
+_PARTS, _OUT_PARTS = ("scale", "deadzone", "grid"), ("out_scale", "out_deadzone", "out_grid")
+RATIOS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "nmse": (_PARTS, (), "signal"),
+    "out_error": (_OUT_PARTS, (), "output"),
+    **{name: ((name,), _PARTS, "signal") for name in _PARTS},
+    **{name: ((name,), _OUT_PARTS, "output") for name in (*_OUT_PARTS, "out_zeroed", "out_saturated")},
+    **{name: ((name,), (), "values") for name in ("zero_frac", "saturated_frac")},
+}
+"""Columns that page.js makes anew for a range of steps or a rank, from `LINES`: which lines are added above, which
+below (none: the weight), and the weight of a bin."""
 
 ERROR_TICKS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
 SHARE_TICKS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -122,27 +137,36 @@ _B_OVER_A: dict[str, Any] = {
 
 
 def measures(sensitivities: Sensitivities | None = None, *, has_b: bool) -> list[dict[str, Any]]:
-    """What the heatmaps can show."""
-    return [*([PREDICTED_KL] if sensitivities else []), *MEASURES, *([_B_OVER_A] if has_b else [])]
+    """Return what the heatmaps can show."""
+    offered = [*([PREDICTED_KL] if sensitivities else []), *MEASURES, *([_B_OVER_A] if has_b else [])]
+    return [{**each, "ticktext": [_TICKS[each["format"]](tick) for tick in each["ticks"]]} for each in offered]
+
+
+_TICKS: dict[str, Callable[[float], str]] = {
+    "percent": lambda tick: f"{100 * tick:g} %",
+    "number": lambda tick: power(round(math.log10(tick))),
+    "times": lambda tick: f"{tick:g} ×",
+}
 
 
 def hurts(sensitivities: Sensitivities | None) -> str:
-    """What the first heatmap shows: predicted KL, unless replays say that its first order does not hold."""
+    """Return what the first heatmap shows: predicted KL, unless replays say that its first order does not hold."""
     return "predicted_kl" if sensitivities is not None and sensitivities.holds is not False else "out_error"
 
 
 def default_measure(component: Component) -> str:
-    """What the second heatmap shows first: the evidence for the named component."""
+    """Return what the second heatmap shows first: the evidence for the named component."""
     return _BY_COMPONENT.get(component, "out_zeroed")
 
 
 def columns(operands: Operands, sensitivities: Sensitivities | None = None) -> pd.DataFrame:
-    """One row per operand, columns `OPERAND_COLUMNS`; errors are relative energies, shares fractions."""
+    """Return one row per operand, columns `OPERAND_COLUMNS`; errors are relative energies, shares fractions."""
     totals = operands.totals
     frame = pd.concat([ratios.tensor_ratios(totals), ratios.output_ratios(totals)], axis=1)
     references = [_reference(*operand) for operand in zip(frame["log2_rms"], totals["rule"], strict=True)]
     frame["nmse_reference"] = [reference.nmse for reference in references]
     frame["zeroed_reference"] = [reference.zero_frac for reference in references]
+    frame["sqnr_reference"] = [reference.sqnr_db for reference in references]
     frame["nmse_ratio"] = frame["nmse"] / frame["nmse_reference"]
     frame["sampled"] = totals["sampled_frac"]
     frame["clusters"] = totals["n_clusters"]
@@ -152,11 +176,11 @@ def columns(operands: Operands, sensitivities: Sensitivities | None = None) -> p
 
 
 def lines(n_operands: int, binned: Binned) -> dict[str, npt.NDArray[np.float64]]:
-    """`LINES` as (n_operands, n_bins): components relative to the signal's energy, so that they add to the error."""
+    """Return `LINES` as (n_operands, n_bins): components relative to the signal's energy add up to the error."""
     sums = binned.sums
     tensor, output = ratios.tensor_ratios(sums.reindex(columns=ratios.ADDITIVE)), ratios.output_ratios(sums)
-    found = {name: tensor[name] * tensor["nmse"] for name in ("scale", "deadzone", "grid")}
-    parts = ("out_scale", "out_deadzone", "out_grid", "out_zeroed", "out_saturated")
+    found = {name: tensor[name] * tensor["nmse"] for name in _PARTS}
+    parts = (*_OUT_PARTS, "out_zeroed", "out_saturated")
     found |= {name: output[name] * output["out_error"] for name in parts}
     found |= {name: tensor[name] for name in ("zero_frac", "saturated_frac")}
     found |= {"signal": sums["sum_x2"], "output": sums["out_ref2"], "values": sums["n"]}
@@ -164,7 +188,7 @@ def lines(n_operands: int, binned: Binned) -> dict[str, npt.NDArray[np.float64]]
 
 
 def view(n_operands: int, binned: Binned) -> dict[str, Any]:
-    """Lines of one rank, of all, or of another run, for page.js."""
+    """Return the lines of one rank, of all, or of another run, for page.js."""
     columns = {name: packing.pack(values) for name, values in lines(n_operands, binned).items()}
     return {"label": binned.label, "steps": packing.pack(binned.steps), "columns": columns}
 
@@ -176,18 +200,19 @@ def page_data(
     tensors: Rows,
     *,
     sensitivities: Sensitivities | None = None,
-    has_b: bool = False,
+    b_error: Array | None = None,
 ) -> dict[str, Any]:
-    """Everything page.js needs to explore operands. The operand selected first is the worst of the forward.
+    """Return all that page.js needs to explore operands. The operand selected first is the worst of the forward.
 
-    With `has_b`, another run lies over this one, and its error relative to this one's is a measure too.
+    `b_error` is the output error (n_operands,) of a run that lies over this one: relative to this one's a measure too.
     """
     frame = columns(operands, sensitivities)
     corrections, left = whatifs.collect(whatif, tensors, seen, operands)
     rules = sorted(set(operands.totals["rule"]))
     blocks = operands.delta.sum(axis=1, keepdims=True)
     delta = operands.delta / np.where(blocks > 0, blocks, 1)
-    packed = {name: packing.pack(np.asarray(frame[name])) for name in OPERAND_COLUMNS}
+    shown = dict(frame) if b_error is None else {**frame, "b_over_a": b_error / frame["out_error"]}
+    packed = {name: packing.pack(np.asarray(values)) for name, values in shown.items()}
     return {
         "modules": {
             "names": operands.modules,
@@ -195,7 +220,7 @@ def page_data(
             "blocks": [names.block_of(name) for name in operands.modules],
             "slugs": names.slugs(operands.modules),
         },
-        "roles": [{"key": role, "label": names.ROLE_LABELS[role]} for role in operands.roles],
+        "roles": [{"key": role, "label": ROLE_LABELS[role]} for role in operands.roles],
         "operands": {
             "module": [int(m) for m in operands.totals["module"]],
             "role": [int(r) for r in operands.totals["role"]],
@@ -208,7 +233,8 @@ def page_data(
             "corrections": corrections,
             "columns": {name: packing.pack(values) for name, values in left.items()},
         },
-        "measures": measures(sensitivities, has_b=has_b),
+        "ratios": RATIOS,
+        "measures": measures(sensitivities, has_b=b_error is not None),
         "hurts": hurts(sensitivities),
         "selected": _first_selected(operands, frame, hurts(sensitivities)),
     }

@@ -11,7 +11,7 @@ _NAMES = ("nmse", "zero_frac", "saturated_frac", "scale", "deadzone", "grid")
 
 @cache
 def bands(rule: str) -> dict[str, tuple[float, float]]:
-    """Least and largest value by name (`nmse`, `zero_frac`, `saturated_frac`, shares); empty for an unknown rule.
+    """Return least and largest value by name (`nmse`, `zero_frac`, `saturated_frac`, shares); none for an unknown rule.
 
     For independent Gaussian operands the relative error of a GEMM's output is that of the operand, so `nmse` is the
     band of output errors too.

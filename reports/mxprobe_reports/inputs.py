@@ -1,7 +1,7 @@
 """What a report is made of: the tables of a trace, its run, its problems and the recommendation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import pandas as pd
 
 from mxprobe.attribution import Recommendation
 from mxprobe.attribution.mixture import Mixture
-from mxprobe.schema import TABLES
 from mxprobe.trace import Trace
 from mxprobe.trace.chunks import count_rows, step_ranges
 
@@ -19,34 +18,26 @@ MAX_ROWS = {"tensors": 5_000_000, "whatif": 50_000_000, "outputs": 5_000_000, "g
 """Rows read of a table for one page; of longer tables, evenly spaced windows of steps."""
 
 
-def _no_frame(table: str) -> pd.DataFrame:
-    return pd.DataFrame({name: [] for name, _ in TABLES[table]})
-
-
-def _no_rows(table: str) -> Rows:
-    return Rows.of_frame(table, _no_frame(table))
-
-
 @dataclass(frozen=True)
 class Inputs:
     """The large tables as `Rows`; the others as frames with the columns of `mxprobe.schema.TABLES`."""
 
     name: str
     recommendation: Recommendation
-    run: Mapping[str, Any] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    tensors: Rows = field(default_factory=lambda: _no_rows("tensors"))
-    outputs: Rows = field(default_factory=lambda: _no_rows("outputs"))
-    whatif: Rows = field(default_factory=lambda: _no_rows("whatif"))
-    gradients: Rows = field(default_factory=lambda: _no_rows("gradients"))
-    sensitivity: pd.DataFrame = field(default_factory=lambda: _no_frame("sensitivity"))
-    replays: pd.DataFrame = field(default_factory=lambda: _no_frame("replays"))
-    rollouts: pd.DataFrame = field(default_factory=lambda: _no_frame("rollouts"))
-    signals: pd.DataFrame = field(default_factory=lambda: _no_frame("signals"))
-    events: pd.DataFrame = field(default_factory=lambda: _no_frame("events"))
-    modules: pd.DataFrame = field(default_factory=lambda: _no_frame("modules"))
-    overhead: pd.DataFrame = field(default_factory=lambda: _no_frame("overhead"))
-    mixture: Mixture | None = None
+    run: Mapping[str, Any]
+    problems: Sequence[str]
+    tensors: Rows
+    outputs: Rows
+    whatif: Rows
+    gradients: Rows
+    sensitivity: pd.DataFrame
+    replays: pd.DataFrame
+    rollouts: pd.DataFrame
+    signals: pd.DataFrame
+    events: pd.DataFrame
+    modules: pd.DataFrame
+    overhead: pd.DataFrame
+    mixture: Mixture | None
     """Of experts and routers."""
 
     @classmethod
@@ -73,7 +64,7 @@ class Inputs:
 
 
 def windows(directory: Path) -> tuple[list[range] | None, list[str]]:
-    """Which steps to read of a trace beyond `MAX_ROWS`, and the sentence that says so; None for all of them.
+    """Return which steps to read of a trace beyond `MAX_ROWS`, and the sentence that says so; None for all of them.
 
     A window is a row group of the tensors table: some steps in a row, as they were written.
     """
@@ -92,5 +83,5 @@ def windows(directory: Path) -> tuple[list[range] | None, list[str]]:
 
 
 def _name(directory: Path) -> str:
-    """The directory's name, with its parent's where the name alone says nothing."""
+    """Return the directory's name, with its parent's where the name alone says nothing."""
     return f"{directory.parent.name}/{directory.name}" if directory.stem == "trace" else directory.name

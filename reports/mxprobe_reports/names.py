@@ -3,20 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from mxprobe.schema import Role
-
-ROLE_LABELS: dict[str, str] = {
-    Role.X_FWD.value: "X fwd",
-    Role.W_FWD.value: "W fwd",
-    Role.G_DGRAD.value: "G dgrad",
-    Role.W_DGRAD.value: "W dgrad",
-    Role.G_WGRAD.value: "G wgrad",
-    Role.X_WGRAD.value: "X wgrad",
-}
-
 
 def slugs(names: Sequence[str]) -> list[str]:
-    """One id-safe slug per name, in order; names that would slug alike get a number."""
+    """Return one id-safe slug per name, in order; names that would slug alike get a number."""
     taken: set[str] = set()
     result: list[str] = []
     for name in names:
@@ -30,23 +19,23 @@ def slugs(names: Sequence[str]) -> list[str]:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sorts `layers.2` before `layers.10`."""
+    """Return a key that sorts `layers.2` before `layers.10`."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def in_model_order(seen: Iterable[str], model_order: Sequence[str]) -> list[str]:
-    """`seen` in the order of `model_order` (as the agent walked the model), unknown ones after it."""
+    """Return `seen` in the order of `model_order` (as the agent walked the model), unknown ones after it."""
     wanted = set(seen)
     known = [name for name in dict.fromkeys(model_order) if name in wanted]
     return known + sorted(wanted - set(known), key=natural_key)
 
 
 def block_of(name: str) -> str:
-    """The depth a module is at: its first numbered path segment, else its first segment."""
+    """Return the depth a module is at: its first numbered path segment, else its first segment."""
     parts = name.split(".")
     return next((part for part in parts if part.isdecimal()), parts[0])
 
 
 def kinds_of(names: Sequence[str]) -> list[str]:
-    """Last path segments, for axes: `model.layers.3.self_attn.q_proj` -> `q`."""
+    """Return last path segments, for axes: `model.layers.3.self_attn.q_proj` -> `q`."""
     return [name.rsplit(".", 1)[-1].removesuffix("_proj") or name for name in names]

@@ -4,14 +4,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import escape
 
 from mxprobe.attribution.rank_copies import PLACED
 from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, output_ratios, totals
+from mxprobe.attribution.words import ROLE_LABELS
 from mxprobe.schema import Role
 from mxprobe.trace import Trace
-
-from .markup import esc
-from .names import ROLE_LABELS
 
 CONFIG: dict[str, Any] = {"showSendToCloud": False, "displaylogo": False}
 """For `figure.show(config=CONFIG)`: plotly's own default offers to upload the figure."""
@@ -20,7 +19,7 @@ _METRICS = ("reward_mean", "entropy", "grad_norm", "mismatch_logp_abs_mean", "kl
 
 
 def figures(trace: Trace) -> dict[str, Any]:
-    """`plotly.graph_objects.Figure`s by name; what the trace has no rows for is left out.
+    """Return `plotly.graph_objects.Figure`s by name; what the trace has no rows for is left out.
 
     signals       each canonical metric that was logged, over steps
     output_error  ||GEMM output error||^2 / ||output||^2 with one operand quantized, modules x operands, all steps added
@@ -69,7 +68,7 @@ def _output_error(trace: Trace) -> Any:
     for module, role, value in zip(sums["module"].astype(str), sums["role"].astype(str), error, strict=True):
         z[roles.index(role), place[module]] = np.log10(value) if value > 0 else np.nan
     # Plotly reads a subset of HTML, and TeX between dollar signs, in every label.
-    labels = [esc(name).replace("$", "&#36;") for name in modules]
+    labels = [str(escape(name)).replace("$", "&#36;") for name in modules]
     text = "%{customdata}, %{y}<br>output error 10^%{z:.2f}<extra></extra>"
     # By position: of two modules whose labels are cut alike, each keeps its own column.
     heatmap = Heatmap(

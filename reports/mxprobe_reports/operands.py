@@ -11,9 +11,10 @@ import pandas as pd
 
 from mxprobe.attribution import ratios
 from mxprobe.schema import DELTA_BINS, Phase, Role
+from mxprobe.trace.column_arrays import Array, Indices, codes, names_of, numbers
 
 from . import names, packing
-from .rows import Array, Indices, Rows, add_by, all_finite, codes, names_of, numbers
+from .rows import Rows, add_by, all_finite
 
 SUMS: tuple[str, ...] = ratios.ADDITIVE
 IDENTITY_TOLERANCE = 1e-5
@@ -81,14 +82,19 @@ class Operands:
     def is_downsampled(self) -> bool:
         return len(self.binned.steps) < self.n_probed_steps
 
+    @property
+    def quantizers(self) -> list[str]:
+        """Formats and scale rules of the statistics, as in `mxfp4 rceil`."""
+        return sorted({f"{f} {r}" for f, r in zip(self.totals["format"], self.totals["rule"], strict=True)})
+
     def index(self) -> dict[tuple[str, str], int]:
-        """(module name, role) -> row of `totals`."""
+        """Return (module name, role) -> row of `totals`."""
         keys = zip(self.totals["module"], self.totals["role"], strict=True)
         return {(self.modules[int(m)], self.roles[int(r)]): i for i, (m, r) in enumerate(keys)}
 
 
 def scan(rows: Rows) -> Scan:
-    """What the tensors table holds; training is the main phase where it was seen."""
+    """Return what the tensors table holds; training is the main phase where it was seen."""
     modules: dict[str, None] = {}
     phases: Counter[str] = Counter()
     steps: dict[str, list[Indices]] = {}
@@ -249,7 +255,7 @@ class _Sums:
 
 
 def _add_rows(totals: npt.NDArray[np.int64], keys: Indices, rows: npt.NDArray[np.int64]) -> None:
-    """totals[keys[i]] += rows[i] for (n, columns) rows."""
+    """Do totals[keys[i]] += rows[i] for (n, columns) rows."""
     if not keys.size:
         return
     order = np.argsort(keys, kind="stable")
@@ -259,28 +265,28 @@ def _add_rows(totals: npt.NDArray[np.int64], keys: Indices, rows: npt.NDArray[np
 
 
 def _violations(values: Array) -> int:
-    """How many of the rows (columns of `values`) miss e = e_scale + e_dz + e_grid; `ratios` has the same per sum."""
+    """Count the rows (columns of `values`) that miss e = e_scale + e_dz + e_grid; `ratios` has the same per sum."""
     e2, scale2, dz2, grid2, scale_grid, scale_dz = (values[SUMS.index(name)] for name in _IDENTITY)
     gap = np.abs(scale2 + dz2 + grid2 + 2.0 * (scale_grid + scale_dz) - e2)
     return int((gap > IDENTITY_TOLERANCE * e2)[e2 > 0].sum())
 
 
 def _shown_ranks(seen: Scan, floats_per_bin: int) -> tuple[int, ...]:
-    """Ranks that can be looked at one by one: none where there is one, else as many as the page can hold."""
+    """Return the ranks that can be looked at one by one: none where there is one, else as many as the page can hold."""
     if len(seen.ranks) < 2:
         return ()
     return seen.ranks[: max(packing.MAX_SERIES_FLOATS // max(floats_per_bin, 1), 1)]
 
 
 def _frame(sums: Array, columns: Sequence[str]) -> pd.DataFrame:
-    """(columns and a row count, operands, bins) as a frame indexed by the (operand, bin) that have rows."""
+    """Return (columns and a row count, operands, bins) as a frame indexed by the (operand, bin) that have rows."""
     operand, bin = np.nonzero(sums[-1] > 0)
     index = pd.MultiIndex.from_arrays([operand, bin], names=["operand", "bin"])
     return pd.DataFrame({name: sums[i, operand, bin] for i, name in enumerate(columns)}, index=index)
 
 
 def dense(n_operands: int, binned: Binned, column: pd.Series) -> Array:
-    """A column indexed by (operand, bin) as (n_operands, n_bins), NaN where nothing was measured."""
+    """Return a column indexed by (operand, bin) as (n_operands, n_bins), NaN where nothing was measured."""
     grid = np.full((n_operands, len(binned.steps)), np.nan)
     index = column.index
     grid[index.get_level_values(0).to_numpy(), index.get_level_values(1).to_numpy()] = column.to_numpy(dtype=np.float64)
@@ -288,5 +294,5 @@ def dense(n_operands: int, binned: Binned, column: pd.Series) -> Array:
 
 
 def page_names(seen: Sequence[str], modules: pd.DataFrame) -> list[str]:
-    """Modules that were seen, in the order of the modules table."""
+    """Return the modules that were seen, in the order of the modules table."""
     return names.in_model_order(seen, [str(name) for name in modules["module"]])

@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.schema import Phase
+from mxprobe.trace.column_arrays import Array, Indices, codes, names_of, numbers
 
 from . import packing
-from .rows import Array, Indices, Rows, add_by, codes, names_of, numbers
+from .rows import Rows, add_by, ratio
 
 LABELS = {Phase.TRAIN.value: "training", Phase.ROLLOUT.value: "rollout", Phase.EVAL.value: "evaluation"}
 _PHASES = tuple(LABELS)
@@ -46,7 +47,7 @@ class Outputs:
 
 
 def modules_of(rows: Rows) -> list[str]:
-    """Modules with a row, in order of appearance."""
+    """Return the modules with a row, in order of appearance."""
     return list(dict.fromkeys(name for piece in rows.chunks(("module",)) for name in names_of(piece, "module")))
 
 
@@ -66,12 +67,10 @@ class _Sums:
     steps: Indices
 
     def __post_init__(self) -> None:
-        size = len(_PHASES) * len(self.modules) * len(self.steps)
-        self.sums = np.zeros((len(_SUMS), size))
-        self.totals = np.zeros((len(_SUMS), len(_PHASES) * len(self.modules)))
-        self.seen = np.zeros((1, len(_PHASES) * len(self.modules)))
-        self.inexact = np.zeros((1, len(_PHASES) * len(self.modules)))
-        self.recipes = np.full((2, len(_PHASES) * len(self.modules)), "", dtype=object)
+        size = len(_PHASES) * len(self.modules)
+        self.sums = np.zeros((len(_SUMS), size * len(self.steps)))
+        self.n_rows, self.n_inexact = self.counts = np.zeros((2, size))
+        self.recipes = np.full((2, size), "", dtype=object)
 
     def add(self, piece: Any) -> None:
         module = codes(piece, "module", {name: i for i, name in enumerate(self.modules)})
@@ -79,52 +78,45 @@ class _Sums:
         step = piece.column("step").to_numpy()
         known = (module >= 0) & (phase >= 0) & np.isfinite(step)
         key = (phase * len(self.modules) + module)[known]
-        add_by(self.seen, key, np.ones((1, key.size)))
         exact = piece.column("exact").fill_null(False).to_numpy()[known]
-        add_by(self.inexact, key, (~exact)[None, :].astype(float))
+        add_by(self.counts, key, np.stack([np.ones(key.size), ~exact]))
         for row, name in enumerate(("recipe_x", "recipe_w")):
             texts = names_of(piece, name)
             code = codes(piece, name, {text: i for i, text in enumerate(texts)})[known]
             self.recipes[row][key] = np.array([*texts, ""], dtype=object)[code]
         values = numbers(piece, _SUMS)[:, known]
         finite = np.isfinite(values).all(axis=0)
-        add_by(self.totals, key[finite], values[:, finite])
         position = np.searchsorted(self.steps, step[known][finite].astype(np.int64))
         add_by(self.sums, key[finite] * len(self.steps) + position, values[:, finite])
 
     def phase(self, name: str) -> PhaseOutputs | None:
         start = _PHASES.index(name) * len(self.modules)
-        module = np.flatnonzero(self.seen[0, start : start + len(self.modules)])
+        module = np.flatnonzero(self.n_rows[start : start + len(self.modules)])
         if not module.size:
             return None
-        ref2, realised2, predicted2 = self.totals[:, start + module]
         n_steps = len(self.steps)
+        sums = self.sums.reshape(len(_SUMS), -1, n_steps)[:, start + module]
+        ref2, realised2, predicted2 = sums.sum(axis=2)
         n_bins = packing.display_bins(n_steps, len(_PHASES) * len(self.modules) * len(_SUMS), MAX_FLOATS)
-        bins = packing.bin_of(n_steps, n_bins)
-        starts = np.searchsorted(bins, np.arange(n_bins))
-        own = self.sums.reshape(len(_SUMS), -1, max(n_steps, 1))[:, start + module]
+        starts = np.searchsorted(packing.bin_of(n_steps, n_bins), np.arange(n_bins))
         texts = [[str(text) for text in row[start + module]] for row in self.recipes]
         return PhaseOutputs(
             phase=name,
             module=module.astype(np.int64),
-            realised=_over(realised2, ref2),
-            predicted=_over(predicted2, ref2),
+            realised=ratio(realised2, ref2),
+            predicted=ratio(predicted2, ref2),
             recipe_x=texts[0],
             recipe_w=texts[1],
             steps=self.steps[starts],
-            binned=np.add.reduceat(own, starts, axis=2) if n_steps else own,
-            exact=[not count for count in self.inexact[0, start + module]],
+            binned=np.add.reduceat(sums, starts, axis=2),
+            exact=[not count for count in self.n_inexact[start + module]],
         )
 
     def mismatch(self) -> pd.Series:
         shape = (len(_PHASES), len(self.modules), len(self.steps))
         ref2, realised2, _ = (sums.reshape(shape) for sums in self.sums)
-        realised = _over(realised2, ref2)
+        realised = ratio(realised2, ref2)
         gap = np.abs(realised[_PHASES.index(Phase.ROLLOUT)] - realised[_PHASES.index(Phase.TRAIN)])
         measured = np.isfinite(gap).any(axis=0)
         median = np.nanmedian(gap[:, measured], axis=0) if measured.any() else np.empty(0)
         return pd.Series(median, index=self.steps[measured], dtype=float)
-
-
-def _over(above: Array, below: Array) -> Array:
-    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)

@@ -1,14 +1,16 @@
 """What a reader must know before trusting the numbers: problems, losses, identity, sampling."""
 
 import pandas as pd
+from markupsafe import Markup
 
 from mxprobe.events import RANK_LOST
+from mxprobe.numbers import NOTHING, percent
 from mxprobe.trace.event_facts import events_of
 
 from . import ranks
 from .inputs import Inputs
-from .markup import Html, card, join, pairs, percent, scope, table, tag
 from .operands import Operands
+from .rendering import render
 
 FEW_CLUSTERS = 64
 """Sampling units below which an operand's numbers are noisy."""
@@ -16,7 +18,7 @@ MAX_EVENTS = 60
 
 
 def problems(inputs: Inputs, operands: Operands) -> list[str]:
-    """Sentences, the gravest first; empty when nothing is wrong."""
+    """Return sentences, the gravest first; empty when nothing is wrong."""
     found = list(inputs.problems)
     if not operands.n_rows:
         found.append("No operand was measured: the tensors table is empty.")
@@ -51,17 +53,19 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
     return found
 
 
-def section(inputs: Inputs, operands: Operands) -> Html:
-    sentences = problems(inputs, operands)
-    listed = join([tag("p", text, class_="problem") for text in sentences]) or tag(
-        "p", "No problem was found.", class_="note"
-    )
-    return tag(
-        "div",
-        card("Data quality", listed, _sampling(operands), kind=scope("steps", "rank", "operands")),
-        card("Events", _events(inputs.events), kind=scope("steps")),
-        class_="row two",
-        id="quality",
+def section(inputs: Inputs, operands: Operands) -> Markup:
+    """Return two cards: problems and sampling, and the events."""
+    events = inputs.events.sort_values("time_ns")
+    rows = [
+        [f"{row['step']:.0f}" if pd.notna(row["step"]) else NOTHING, row["kind"], row["detail"] or ""]
+        for row in events.head(MAX_EVENTS).to_dict("records")
+    ]
+    return render(
+        "quality.html",
+        problems=problems(inputs, operands),
+        sampling=_sampling(operands) if len(operands.totals) else [],
+        events=rows,
+        n_more=len(events) - MAX_EVENTS,
     )
 
 
@@ -86,32 +90,15 @@ def _non_finite(operands: Operands) -> list[str]:
     return [f"{count:.0f} values were NaN or infinite, first in {where}; the blocks they are in are left out."]
 
 
-def _sampling(operands: Operands) -> Html:
+def _sampling(operands: Operands) -> list[tuple[str, str]]:
     totals = operands.totals
-    if totals.empty:
-        return Html("")
     few = int((totals["n_clusters"] < FEW_CLUSTERS).sum())
     least, middle = (percent(float(value)) for value in (totals["sampled_frac"].min(), totals["sampled_frac"].median()))
     units = f"{totals['n_clusters'].min():.0f}"
-    quantizers = sorted({f"{f} {r}" for f, r in zip(totals["format"], totals["rule"], strict=True)})
-    entries = [
+    return [
         ("probed steps", str(operands.n_probed_steps)),
         ("rows measured of those there were", f"{least} at least, {middle} in the median operand"),
         ("sampling units per step", f"{units} at least; below {FEW_CLUSTERS} in {few} of {len(totals)} operands"),
         ("rows that violate the identity", str(operands.n_identity_violations)),
-        ("quantizer of the statistics", ", ".join(quantizers)),
+        ("quantizer of the statistics", ", ".join(operands.quantizers)),
     ]
-    return pairs(entries)
-
-
-def _events(events: pd.DataFrame) -> Html:
-    if events.empty:
-        return tag("p", "No event was recorded.", class_="note")
-    ordered = events.sort_values("time_ns")
-    rows = [
-        [f"{row['step']:.0f}" if pd.notna(row["step"]) else "–", row["kind"], row["detail"] or ""]
-        for row in ordered.head(MAX_EVENTS).to_dict("records")
-    ]
-    more = len(ordered) - len(rows)
-    note = tag("p", f"{more} more are in the events table of the trace.", class_="note") if more > 0 else ""
-    return table(["step", "event", "detail"], rows) + note

@@ -17,7 +17,7 @@ _LISTED = 8
 
 
 def sentences(inputs: Inputs, operands: Operands) -> list[str]:
-    """Empty for a run of one rank, and where all ranks did alike."""
+    """Return sentences; none for a run of one rank, and where all ranks did alike."""
     left_out = metric_ranks(inputs.run)
     found = [*_missing(inputs, operands, left_out)]
     if "rank" in inputs.overhead:
@@ -26,14 +26,14 @@ def sentences(inputs: Inputs, operands: Operands) -> list[str]:
 
 
 def metric_ranks(run: Mapping[str, Any]) -> frozenset[int]:
-    """Partitions of processes that were attached for the metrics they log alone."""
+    """Return the partitions of processes that were attached for the metrics they log alone."""
     ranks: Any = run.get("ranks")
     entries = [each for each in ranks if isinstance(each, dict)] if isinstance(ranks, list) else []
     return frozenset(int(each["rank"]) for each in entries if each.get("role") == "metrics" and "rank" in each)
 
 
 def _missing(inputs: Inputs, operands: Operands, left_out: frozenset[int]) -> list[str]:
-    """Ranks that ran but measured no operand, and ranks that the page has no room for."""
+    """Name ranks that ran but measured no operand, and ranks that the page has no room for."""
     if not operands.n_rows:
         return []
     frames = (inputs.overhead, inputs.modules, inputs.signals)

@@ -5,23 +5,26 @@ import statistics
 from typing import Any
 
 import pandas as pd
+from markupsafe import Markup
 
 from mxprobe.attribution import Thresholds
+from mxprobe.numbers import percent
+from mxprobe.plain_data import plain_data
 
 from . import packing
-from .markup import Html, basis, card, chart, percent, scope, tag
 from .outputs import LABELS, Outputs
+from .rendering import render
 
 
 def page_data(outputs: Outputs) -> list[dict[str, Any]]:
-    """Per phase, in model order: module positions, realised and predicted relative errors, the last recipes."""
+    """Return per phase, in model order: module positions, realised and predicted relative errors, the last recipes."""
     return [
         {
             "phase": each.phase,
             "label": LABELS[each.phase],
             "module": [int(i) for i in each.module],
-            "realised": [_finite(v) for v in each.realised],
-            "predicted": [_finite(v) for v in each.predicted],
+            "realised": plain_data(each.realised.tolist()),
+            "predicted": plain_data(each.predicted.tolist()),
             "recipe_x": each.recipe_x,
             "recipe_w": each.recipe_w,
             "exact": each.exact,
@@ -32,23 +35,9 @@ def page_data(outputs: Outputs) -> list[dict[str, Any]]:
     ]
 
 
-def section(data: list[dict[str, Any]], thresholds: Thresholds) -> Html:
-    if not data:
-        why = "No layer output was compared with its inputs in this trace."
-        return card("Realised against predicted", tag("p", why, class_="empty"), id="realised")
-    said = [tag("li", _sentence(phase, thresholds)) for phase in data]
-    summary = tag("div", tag("ul", *said), scope("steps"), class_="prose")
-    note = tag(
-        "p",
-        "Filled: the error the layer made, ‖y − xWᵀ‖² / ‖xWᵀ‖², with the trainer's current W. Open: the same with the "
-        "inferred recipe on x and W. A dot in its ring does what the recipe does; above it: stale or wrong weights, "
-        "another rule or format, a kernel fault; at the bottom: not quantized.",
-        class_="note",
-    )
-    label = "Realised and predicted output error of every layer, by phase"
-    figure = chart("realised", label, size="wide", picks="Left and right arrow keys select a layer")
-    kind = tag("span", scope("rank"), basis("measured", "filled"), basis("predicted", "open"), class_="bases")
-    return card("Realised against predicted", summary, figure, note, id="realised", kind=kind)
+def section(data: list[dict[str, Any]], thresholds: Thresholds) -> Markup:
+    """Return the card; `data` is `page_data`."""
+    return render("realised.html", sentences=[_sentence(phase, thresholds) for phase in data])
 
 
 def _sentence(phase: dict[str, Any], thresholds: Thresholds) -> str:
@@ -69,7 +58,3 @@ def _sentence(phase: dict[str, Any], thresholds: Thresholds) -> str:
         f"{percent(statistics.median(realised))}; {far} have another size than predicted; the recipe reproduces "
         f"{sum(phase['exact'])} of {n} exactly. Most common recipe: {common.index[0]} ({common.iloc[0]} of {n})."
     )
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -5,39 +5,41 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from markupsafe import Markup
 
 from mxprobe.attribution import Recommendation
+from mxprobe.attribution.words import update_words
 from mxprobe.comparison import Comparison
 from mxprobe.trace import Trace
 
 from . import (
     against,
     claims,
-    corrections,
-    coverage,
+    corrections_card,
+    coverage_card,
     depth,
-    errors,
-    exclusion,
-    experts,
+    error_cards,
+    exclusion_card,
+    experts_card,
     explorer,
-    gradients,
+    gradient_errors,
     layers,
     logprobs,
     methods,
     operands,
     outputs,
-    overhead,
-    provenance,
+    overhead_card,
     quality,
     realised,
     shell,
     symptoms,
-    verdict,
+    verdict_card,
+    versions_card,
 )
 from .against import Against
 from .inputs import Inputs
-from .markup import Html, card, join, scope, tag
 from .operands import Operands, Scan
+from .rendering import render
 from .sensitivities import Sensitivities
 
 
@@ -71,7 +73,7 @@ class Report:
             columns=explorer.columns(collected, sensitivities),
             signals=symptoms.headline_signals(inputs, layer_outputs.mismatch),
             outputs=realised.page_data(layer_outputs),
-            gradients=gradients.collect(inputs.gradients, modules),
+            gradients=gradient_errors.collect(inputs.gradients, modules),
             sensitivities=sensitivities,
             against=None if b is None else Against.of(*b, collected),
         )
@@ -82,58 +84,48 @@ class Report:
         return quality.problems(self.inputs, self.operands)
 
     def render(self, *, command_line: str = "") -> str:
-        """The HTML document, self-contained."""
+        """Return the HTML document, self-contained."""
         inputs, recommendation = self.inputs, self.inputs.recommendation
         log_probabilities = logprobs.section(inputs.rollouts)
-        body = join(
-            [
-                verdict.section(recommendation, has_log_probs=bool(log_probabilities)),
-                Html("") if self.against is None else against.section(self.against, inputs.name),
-                symptoms.section(self.signals),
-                errors.section(
-                    self.operands,
-                    self.columns,
-                    recommendation.component,
-                    recommendation.verdict,
-                    sensitivities=self.sensitivities,
-                    has_b=self.against is not None,
-                ),
-                corrections.section(recommendation),
-                exclusion.section(recommendation),
-                layers.selected(self.operands),
-                layers.all_layers(self.operands),
-                realised.section(self.outputs, recommendation.thresholds),
-                log_probabilities,
-                experts.section(inputs.mixture),
-                exclusion.updates_section(recommendation),
-                depth.section(self.operands, self.gradients),
-                claims.section(self.operands, recommendation, self.signals, has_noise=not self.gradients.empty),
-                tag(
-                    "div",
-                    coverage.section(recommendation, inputs.modules),
-                    overhead.section(
-                        overhead.of(
-                            inputs.overhead,
-                            inputs.run,
-                            sensitivity=inputs.sensitivity["step"].unique(),
-                            replays=inputs.replays["step"].unique(),
-                        )
-                    ),
-                    class_="row two",
-                    id="coverage",
-                ),
-                quality.section(inputs, self.operands),
-                _all_signals(inputs),
-                methods.section(self.operands, recommendation.thresholds),
-                provenance.section(inputs, command_line),
-            ],
-            "\n",
-        )
-        facts = provenance.headline(inputs, self.operands.binned.steps)
-        return shell.render(inputs.name, facts, body, self.page_data(), controls=layers.range_controls(self.operands))
+        sections = [
+            verdict_card.section(recommendation, has_log_probs=bool(log_probabilities)),
+            Markup() if self.against is None else against.section(self.against, inputs.name),
+            symptoms.section(self.signals),
+            error_cards.section(
+                self.operands,
+                self.columns,
+                recommendation.component,
+                recommendation.verdict,
+                sensitivities=self.sensitivities,
+                has_b=self.against is not None,
+            ),
+            corrections_card.section(recommendation),
+            exclusion_card.section(recommendation.exclusion),
+            layers.section(self.operands),
+            realised.section(self.outputs, recommendation.thresholds),
+            log_probabilities,
+            experts_card.section(inputs.mixture),
+            _updates(recommendation),
+            depth.section(self.operands, self.gradients),
+            claims.section(self.operands, recommendation, self.signals, has_noise=not self.gradients.empty),
+            Markup('<div class="row two" id="coverage">{}{}</div>').format(
+                coverage_card.section(recommendation, inputs.modules), overhead_card.section(self._overhead())
+            ),
+            quality.section(inputs, self.operands),
+            symptoms.all_signals(inputs.signals),
+            methods.section(self.operands, recommendation.thresholds),
+            versions_card.section(inputs, command_line),
+        ]
+        facts = versions_card.headline(inputs, self.operands.binned.steps)
+        controls = layers.range_controls(self.operands)
+        return shell.page(inputs.name, facts, sections, self.page_data(), controls=controls)
+
+    def _overhead(self) -> overhead_card.Overhead:
+        replayed = {name: getattr(self.inputs, name)["step"].unique() for name in ("sensitivity", "replays")}
+        return overhead_card.of(self.inputs.overhead, self.inputs.run, **replayed)
 
     def page_data(self) -> dict[str, Any]:
-        """What page.js reads: packed numbers and names."""
+        """Return what page.js reads: packed numbers and names."""
         return {
             **explorer.page_data(
                 self.operands,
@@ -141,10 +133,10 @@ class Report:
                 self.inputs.whatif,
                 self.inputs.tensors,
                 sensitivities=self.sensitivities,
-                has_b=self.against is not None,
+                b_error=None if self.against is None else self.against.error,
             ),
-            "gradients": gradients.page_data(self.gradients),
-            "exclusion": exclusion.page_data(self.inputs.recommendation.exclusion),
+            "gradients": gradient_errors.page_data(self.gradients),
+            "exclusion": exclusion_card.page_data(self.inputs.recommendation.exclusion),
             "signals": symptoms.page_data(self.signals, () if self.against is None else self.against.signals),
             "outputs": self.outputs,
             "against": None if self.against is None else self.against.page_data(self.operands),
@@ -152,7 +144,7 @@ class Report:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Counts for `--json`."""
+        """Return counts for `--json`."""
         coverage_frac = self.inputs.recommendation.coverage.flops_frac
         return {
             "trace": self.inputs.name,
@@ -169,17 +161,10 @@ class Report:
         }
 
 
-def _all_signals(inputs: Inputs) -> Html:
-    table = symptoms.all_signals(inputs)
-    return card("All signals", table, id="all-signals", kind=scope("steps", "rank"), class_="long")
-
-
-def build_report(
-    trace: Trace, recommendation: Recommendation, *, b: tuple[Trace, Recommendation, Comparison] | None = None
-) -> Report:
-    """The report of a trace, B laid over it where there is one."""
-    other = None if b is None else (Inputs.from_trace(b[0], b[1]), b[2])
-    return Report.of(Inputs.from_trace(trace, recommendation), b=other)
+def _updates(recommendation: Recommendation) -> Markup:
+    """Say whether updates reach the quantized weights; nothing where no two versions of a weight were compared."""
+    seen = recommendation.updates
+    return Markup() if seen is None else render("updates.html", text=update_words(seen))
 
 
 def write_report(
@@ -190,10 +175,12 @@ def write_report(
     command_line: str = "",
     b: tuple[Trace, Recommendation, Comparison] | None = None,
 ) -> Report:
-    """Write the page to `path`, whole or not at all. OSError when the place cannot be written."""
-    report = build_report(trace, recommendation, b=b)
-    text = report.render(command_line=command_line)
-    partial = path.with_name(f".{path.name}.part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    """Write the page of a trace to `path`, whole or not at all; B is laid over it where there is one.
+
+    Raises:
+        OSError: the place cannot be written.
+    """
+    other = None if b is None else (Inputs.from_trace(b[0], b[1]), b[2])
+    report = Report.of(Inputs.from_trace(trace, recommendation), b=other)
+    shell.write(path, report.render(command_line=command_line))
     return report

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.sensitivity_ranks import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from mxprobe.trace.column_arrays import Array
 
 from .operands import Operands
-from .rows import Array
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,8 @@ class Sensitivities:
 
     predicted_kl: Array
     """Nats per token, to first order, this operand's error alone."""
-    rank: Array
-    """1 for the largest."""
     rank_low: Array
+    """Ends of the interval of its rank, 1 for the largest."""
     rank_high: Array
     n_microbatches: int
     holds: bool | None
@@ -27,7 +26,7 @@ class Sensitivities:
 
     @classmethod
     def of(cls, sensitivity: pd.DataFrame, replays: pd.DataFrame, operands: Operands) -> "Sensitivities | None":
-        """None where no operand on the page was measured."""
+        """Read the replays. None where no operand on the page was measured."""
         if sensitivity.empty or not len(operands.totals):
             return None
         found = operand_sensitivity(sensitivity)
@@ -44,7 +43,7 @@ class Sensitivities:
         return cls(**columns, n_microbatches=int(known["n_microbatches"].max()), holds=holds)
 
     def sentence(self) -> str:
-        """What the numbers rest on."""
+        """Say what the numbers rest on."""
         what = (
             "Predicted KL, nats per token, of each forward operand's error alone: to first order, from "
             f"{self.n_microbatches} replayed microbatch{'' if self.n_microbatches == 1 else 'es'}."
@@ -54,7 +53,7 @@ class Sensitivities:
         return f"{what} {_HOLDS[self.holds]}"
 
 
-_COLUMNS = ("predicted_kl", "rank", "rank_low", "rank_high")
+_COLUMNS = ("predicted_kl", "rank_low", "rank_high")
 _HOLDS = {
     True: "Replays confirm that first order holds.",
     False: "Replays do not confirm that first order holds, so read the order of operands, not the size.",

@@ -4,15 +4,15 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from .markup import Html, esc, join, tag
+from .rendering import asset, render
 
-SCRIPTS = ("data.js", "charts.js", "page.js")
+SCRIPTS = ("numbers.js", "data.js", "charts.js", "page.js")
 
 NAVIGATION = (
     ("against", "B against A"),
@@ -31,53 +31,46 @@ NAVIGATION = (
 )
 
 
-def render(title: str, facts: Sequence[str], body: Html, data: dict[str, Any], *, controls: Html) -> str:
-    """The whole HTML document. `data` is what page.js explores; non-finite numbers in it are an error.
+def page(
+    title: str, facts: Sequence[str], sections: Sequence[Markup], data: dict[str, Any], *, controls: str = ""
+) -> str:
+    """Return the whole HTML document. `data` is what page.js explores; non-finite numbers in it are an error.
 
     `controls` go in the bar at the top, in place of the first fact, the range of steps.
     """
     plotly = get_plotlyjs()
-    code = "\n".join(asset(name) for name in SCRIPTS)
+    script = "\n".join(asset(f"assets/{name}") for name in SCRIPTS)
+    body = Markup("\n").join(sections)
     policy = (
         "default-src 'none'; connect-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; "
-        f"script-src {_hash(plotly)} {_hash(code)}; base-uri 'none'; form-action 'none'"
+        f"script-src {_hash(plotly)} {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
-    present = join([tag("a", text, href=f"#{id}") for id, text in NAVIGATION if f'id="{id}"' in body])
-    said = [tag("span", fact, title=fact) for fact in facts]
-    if "step-from" in controls:
-        said[0] = tag("span", facts[0], class_="print-only")
-    run = tag("div", tag("b", title, title=title), controls, *said, class_="run")
-    top = tag(
-        "header",
-        tag("div", tag("span", "mxprobe", class_="brand"), run, tag("nav", present, aria_label="Sections")),
-        class_="top",
-    )
-    without = (
-        "<noscript><p class=card>Charts and the layer explorer need JavaScript; the tables below do not.</p></noscript>"
-    )
-    return (
-        "<!doctype html>\n"
-        '<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{esc(title)} · mxprobe report</title>"
-        f"<style>{asset('page.css')}</style></head>\n"
-        f'<body><a class="skip" href="#main">Skip to the verdict</a>{top}\n<main id="main">{without}{body}</main>\n'
-        f'<script type="application/json" id="data">{embed(data)}</script>\n'
-        f"<script>{plotly}</script>\n<script>{code}</script></body></html>\n"
+    return render(
+        "page.html",
+        policy=Markup(policy),
+        title=title,
+        css=Markup(asset("assets/page.css")),
+        controls=controls,
+        facts=facts,
+        navigation=[(id, text) for id, text in NAVIGATION if f'id="{id}"' in body],
+        body=body,
+        data=embed(data),
+        plotly=Markup(plotly),
+        script=Markup(script),
     )
 
 
-def embed(data: dict[str, Any]) -> str:
-    """JSON that cannot end its script element, whatever names it holds."""
+def write(path: Path, text: str) -> None:
+    """Write a page to `path`, whole or not at all. OSError when the place cannot be written."""
+    partial = path.with_name(f".{path.name}.part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def embed(data: dict[str, Any]) -> Markup:
+    """Return JSON that cannot end its script element, whatever names it holds."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@cache
-def asset(name: str) -> str:
-    return (files("mxprobe_reports") / "assets" / name).read_text(encoding="utf-8")
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _hash(script: str) -> str:

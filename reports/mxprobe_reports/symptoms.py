@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from markupsafe import Markup
 
 from mxprobe.metrics import Series, preferred
+from mxprobe.numbers import number, percent
 
 from . import changes, logprobs, packing
 from .changes import Change
 from .inputs import Inputs
-from .markup import Html, basis, chart, join, number, percent, scope, table, tag
+from .rendering import render
 
 RECENT = 0.1
 """The value shown is the mean of this last part of the run."""
@@ -33,25 +35,31 @@ class Signal:
     is_share: bool = False
     change: Change | None = None
 
+    def show(self, value: float) -> str:
+        """Spell a value of this signal."""
+        return percent(value) if self.is_share else number(value)
+
     @property
     def recent(self) -> float:
         """Mean of the finite values in the last tenth of the steps."""
-        finite = self.values[np.isfinite(self.values)]
-        tail = finite[-max(1, round(RECENT * len(finite))) :]
-        return float(tail.mean()) if len(tail) else float("nan")
+        return _mean_of_part(self.values[::-1])
 
     @property
     def first(self) -> float:
-        finite = self.values[np.isfinite(self.values)]
-        head = finite[: max(1, round(RECENT * len(finite)))]
-        return float(head.mean()) if len(head) else float("nan")
+        return _mean_of_part(self.values)
 
 
-HEADLINE: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
-    # id, canonical metrics in order of preference, title, axis from zero
-    ("reward", ("reward_mean",), "Reward", True),
-    ("entropy", ("entropy",), "Entropy", True),
-    ("grad-norm", ("grad_norm",), "Gradient norm", True),
+def _mean_of_part(values: npt.NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    part = finite[: max(1, round(RECENT * len(finite)))]
+    return float(part.mean()) if len(part) else float("nan")
+
+
+HEADLINE: tuple[tuple[str, str, str], ...] = (
+    # id, canonical metric, title
+    ("reward", "reward_mean", "Reward"),
+    ("entropy", "entropy", "Entropy"),
+    ("grad-norm", "grad_norm", "Gradient norm"),
 )
 
 
@@ -65,7 +73,7 @@ _DETAIL_CHARACTERS = 80
 
 
 def marked_events(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Events to draw on the curves, in the order of steps: `step`, `kind` and the beginning of `detail`."""
+    """Return the events to draw on the curves, in the order of steps: `step`, `kind` and the beginning of `detail`."""
     kinds = events["kind"].astype(str)
     counts = kinds.value_counts()
     drawn = [kind for kind in MARKED_EVENTS if 0 < counts.get(kind, 0) <= MAX_MARKS]
@@ -79,31 +87,30 @@ def marked_events(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def headline_signals(inputs: Inputs, by_step: pd.Series) -> list[Signal]:
-    """Reward, entropy, mismatch (given by step) and gradient norm, in this order, empty where there is none."""
-    found = [_metric(inputs.signals, *spec) for spec in HEADLINE]
+    """Return reward, entropy, mismatch and gradient norm, in this order, empty where there is none.
+
+    The mismatch is mean |log p rollout - log p trainer| of the sampled tokens, in nats, where it was measured. Else
+    it is `by_step`: the median over modules of |realised error in rollout - in training|, relative and squared.
+    """
+    reward, entropy, norm = (_metric(inputs.signals, *spec) for spec in HEADLINE)
     by_token = logprobs.mismatch_by_step(inputs.rollouts)
-    return [*found[:2], mismatch(by_step) if by_token.empty else _token_mismatch(by_token), found[2]]
+    if len(by_token):
+        return [reward, entropy, _signal("mismatch", "Mismatch of log p", "nats a token", by_token), norm]
+    why = "Training and rollout were not both seen in this trace."
+    return [reward, entropy, _signal("mismatch", "Mismatch", "|rollout − training|", by_step, why, is_share=True), norm]
 
 
-def _token_mismatch(by_step: pd.Series) -> Signal:
-    """Mean |log p rollout - log p trainer| of the sampled tokens per step, nats."""
-    return _signal("mismatch", "Mismatch of log p", "nats a token", by_step, True, "")
-
-
-def _metric(signals: pd.DataFrame, id: str, metrics: Sequence[str], title: str, from_zero: bool) -> Signal:
-    names = signals["metric"].astype(str)
-    for metric in metrics:
-        rows = signals[(names == metric).to_numpy()]
-        if len(rows):
-            rows = _one_series(rows)
-            by_step = rows.groupby("step")["value"].mean().sort_index()
-            detail = f"logged as {rows['raw_key'].astype(str).iloc[-1]}"
-            return _signal(id, title, detail, by_step, from_zero, "")
-    return _signal(id, title, "", pd.Series(dtype=float), from_zero, "Not logged in this trace.")
+def _metric(signals: pd.DataFrame, id: str, metric: str, title: str) -> Signal:
+    rows = signals[(signals["metric"].astype(str) == metric).to_numpy()]
+    if rows.empty:
+        return _signal(id, title, "", pd.Series(dtype=float), "Not logged in this trace.")
+    rows = _one_series(rows)
+    by_step = rows.groupby("step")["value"].mean().sort_index()
+    return _signal(id, title, f"logged as {rows['raw_key'].astype(str).iloc[-1]}", by_step)
 
 
 def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the one series to show: keys and loggers that mean the same are no further samples."""
+    """Return the rows of the one series to show: keys and loggers that mean the same are no further samples."""
     keys = rows[["source", "framework", "raw_key"]].astype(str)
     chosen = preferred(Series(*key) for key in keys.drop_duplicates().itertuples(index=False, name=None))
     if chosen is None:
@@ -112,31 +119,30 @@ def _one_series(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[(same[0] & same[1] & same[2]).to_numpy()]
 
 
-def mismatch(by_step: pd.Series) -> Signal:
-    """Median over modules of |realised error in rollout - in training| per step; relative squared error."""
-    why = "Training and rollout were not both seen in this trace."
-    return _signal("mismatch", "Mismatch", "|rollout − training|", by_step, True, why, is_share=True)
-
-
 def _signal(
-    id: str, title: str, detail: str, by_step: Any, from_zero: bool, missing: str, *, is_share: bool = False
+    id: str, title: str, detail: str, by_step: pd.Series, missing: str = "", *, is_share: bool = False
 ) -> Signal:
     n_steps = len(by_step)
-    bins = packing.bin_of(n_steps, min(n_steps, packing.MAX_POINTS))
-    values = by_step.to_numpy(dtype=float)
-    steps = by_step.index.to_numpy().astype(np.int64)
-    if n_steps > packing.MAX_POINTS:
-        values = pd.Series(values).groupby(bins).mean().to_numpy()
-        steps = pd.Series(steps).groupby(bins).first().to_numpy()
+    steps, values = resampled(by_step)
+    if n_steps > len(values):
         detail += f", {n_steps} steps shown as {len(values)} means"
     if n_steps and not np.isfinite(values).any():
         missing = "Every logged value is NaN or infinite."
         steps, values = steps[:0], values[:0]
-    return Signal(id, title, detail, steps, values, from_zero, missing, is_share, changes.find(steps, values))
+    return Signal(id, title, detail, steps, values, True, missing, is_share, changes.find(steps, values))
+
+
+def resampled(by_step: pd.Series) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return steps and values of a series by step; beyond 2,000 points, means of neighbouring steps."""
+    steps, values = by_step.index.to_numpy().astype(np.int64), by_step.to_numpy(dtype=float)
+    if len(steps) <= packing.MAX_POINTS:
+        return steps, values
+    bins = pd.Series(packing.bin_of(len(steps), packing.MAX_POINTS))
+    return pd.Series(steps).groupby(bins).first().to_numpy(), pd.Series(values).groupby(bins).mean().to_numpy()
 
 
 def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[dict[str, Any]]:
-    """For page.js: only signals with values; `smooth` is a centred running mean over 1/20 of the steps.
+    """Return the signals with values, for page.js; `smooth` is a centred running mean over 1/20 of the steps.
 
     `others` are the same signals of the run that is laid over this one.
     """
@@ -156,7 +162,7 @@ def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[
                 "title": signal.title,
                 "from_zero": signal.from_zero,
                 "is_share": signal.is_share,
-                "change": None if signal.change is None else signal.change.to_page(),
+                "step": _step(signal.change),
                 "against": against.get(signal.id),
                 "steps": packing.pack(signal.steps),
                 "values": packing.pack(signal.values),
@@ -166,46 +172,29 @@ def page_data(signals: Sequence[Signal], others: Sequence[Signal] = ()) -> list[
     return data
 
 
+def _step(change: Change | None) -> dict[str, Any] | None:
+    """Return where the line has a step, and how sure that is."""
+    return None if change is None or change.step is None else {"at": change.at, "p": change.step.p}
+
+
 def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     width = max(len(values) // 20, 1)
     return pd.Series(values).rolling(width, center=True, min_periods=1).mean().to_numpy(dtype=float)
 
 
-def section(signals: Sequence[Signal]) -> Html:
-    return tag("div", *[_card(signal) for signal in signals], class_="row four", id="signals")
+def section(signals: Sequence[Signal]) -> Markup:
+    """Return a card per signal."""
+    return render("signals.html", signals=signals)
 
 
-def _card(signal: Signal) -> Html:
-    show = percent if signal.is_share else number
-    header = tag("header", tag("h2", signal.title), tag("span", scope("rank"), basis("measured"), class_="bases"))
-    if not len(signal.steps):
-        body = tag("p", signal.missing, class_="empty")
-    else:
-        moved = f"from {show(signal.first)}" if len(signal.values) > 1 else "one step only"
-        detail = f"; {signal.detail}" if signal.detail else ""
-        label = f"{signal.title} over {len(signal.values)} steps, lately {show(signal.recent)}, {moved}{detail}"
-        # page.js writes both anew for a range of steps.
-        lately = [tag("span", show(signal.recent), data_recent=signal.id)]
-        lately.append(tag("small", tag("span", moved, data_first=signal.id), detail))
-        value = tag("p", *lately, class_="value")
-        said = [] if signal.change is None else [changes.line(signal.change, show)]
-        body = join([value, chart(f"signal-{signal.id}", label, size="short"), *said])
-    return tag("section", header, body, class_="card signal")
-
-
-def all_signals(inputs: Inputs) -> Html:
-    """Every logged key with its canonical name; the raw series are one `mxprobe.open_trace` away."""
-    frame = inputs.signals
-    if frame.empty:
-        return tag(
-            "p", "The trace holds no metrics: none of the known loggers was called while attached.", class_="note"
-        )
+def all_signals(frame: pd.DataFrame) -> Markup:
+    """Return every logged key with its canonical name; the raw series are one `mxprobe.open_trace` away."""
     rows: list[list[object]] = []
     for key, group in frame.groupby(frame["raw_key"].astype(str), sort=True):
         value = group["value"].to_numpy(dtype=float)
         finite = value[np.isfinite(value)]
         last = group.iloc[-1]
         name = str(last["metric"]) if pd.notna(last["metric"]) else ""
-        spread = [finite[-1], finite.min(), finite.max()] if len(finite) else [float("nan")] * 3
+        spread = [finite[-1], finite.min(), finite.max()] if len(finite) else [None] * 3
         rows.append([name or "not mapped", str(key), str(last["source"]), len(value), *map(number, spread)])
-    return table(["metric", "logged as", "by", "values", "last", "least", "largest"], rows, numeric=range(3, 7))
+    return render("all_signals.html", rows=rows)

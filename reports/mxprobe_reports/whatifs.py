@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from mxprobe.trace.column_arrays import Array, Indices, codes, names_of, numbers
+
 from . import names
 from .operands import Operands, Scan
-from .rows import Array, Indices, Rows, add_by, all_finite, codes, names_of, numbers
+from .rows import Rows, add_by, all_finite, ratio
 
 LEFT: tuple[str, ...] = ("output", "error", "on_deadzone", "zeroed")
 _AFTER = ("n", "n_zeroed", "sum_e2", "sum_e2_on_d", "out_e2", "out_ref2")
@@ -18,7 +20,7 @@ _BASE = ("sum_e2", "sum_e2_on_d", "out_e2", "out_ref2")
 
 
 def collect(whatif: Rows, tensors: Rows, seen: Scan, operands: Operands) -> tuple[list[str], dict[str, Array]]:
-    """Corrections, and (n_operands, n_corrections) arrays named by `LEFT`, NaN where nothing was tried.
+    """Return corrections, and (n_operands, n_corrections) arrays named by `LEFT`, NaN where nothing was tried.
 
     `output`, `error` and `on_deadzone` are energies left, of the GEMM output's error, of the operand's and of its
     part on the deadzone, relative to the uncorrected quantizer; `zeroed` is the fraction of values that become 0.
@@ -49,10 +51,10 @@ def collect(whatif: Rows, tensors: Rows, seen: Scan, operands: Operands) -> tupl
         add_by(after[len(_AFTER) :], key, together[1])
     n, n_zeroed, e2, e2_on_d, out2, ref2, *before = after.reshape(-1, n_operands, len(corrections))
     base_e2, base_on_d, base_out2, base_ref2 = before
-    left["output"] = _over(out2 * base_ref2, base_out2 * ref2)
-    left["error"] = _over(e2, base_e2)
-    left["on_deadzone"] = _over(e2_on_d, base_on_d)
-    left["zeroed"] = _over(n_zeroed, n)
+    left["output"] = ratio(out2 * base_ref2, base_out2 * ref2)
+    left["error"] = ratio(e2, base_e2)
+    left["on_deadzone"] = ratio(e2_on_d, base_on_d)
+    left["zeroed"] = ratio(n_zeroed, n)
     return corrections, left
 
 
@@ -67,7 +69,7 @@ class _Keys:
         self.row[operands.totals["module"], operands.totals["role"]] = np.arange(len(operands.totals))
 
     def of(self, piece: Any) -> tuple[Indices, Indices]:
-        """(operand, step position), each (n,); operand -1 where a row is of none, or of another phase."""
+        """Return (operand, step position), each (n,); operand -1 where a row is of none, or of another phase."""
         operand = self.row[codes(piece, "module", self.module_at), codes(piece, "role", self.role_at)]
         step = piece.column("step").to_numpy()
         if step.dtype.kind == "f":
@@ -83,7 +85,7 @@ class _Keys:
 
 
 def _base_per_step(tensors: Rows, keys: _Keys, n_operands: int) -> Array:
-    """(steps, operands, sums) of the uncorrected quantizer; NaN where an operand was not measured.
+    """Return (steps, operands, sums) of the uncorrected quantizer; NaN where an operand was not measured.
 
     Means over ranks and micro steps, so that each what-if row of a step has the same partner.
     """
@@ -98,7 +100,3 @@ def _base_per_step(tensors: Rows, keys: _Keys, n_operands: int) -> Array:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = sums[:-1] / np.where(sums[-1] > 0, sums[-1], np.nan)
     return np.ascontiguousarray(mean.reshape(len(_BASE), n_steps, n_operands).transpose(1, 2, 0))
-
-
-def _over(above: Array, below: Array) -> Array:
-    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)

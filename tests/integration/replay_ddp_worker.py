@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from mxprobe.measuring.replay import sharded as sharding
 from mxprobe.measuring.replay.arms import replay_arms
-from mxprobe.measuring.replay.call import Call, NotReplayableError, capture, forward, replayed
-from mxprobe.measuring.replay.preserve import RandomState
+from mxprobe.measuring.replay.captured_call import Call, capture, forward, replayed
+from mxprobe.measuring.replay.preservation import RandomState
+from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.measuring.replay.sharded import is_sharded
 from tests import small_lm
 from tests.standin_controller import agent_thread, controlled, wait_for

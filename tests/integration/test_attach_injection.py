@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mxprobe.attach import gdb
-from mxprobe.attach.helper import check_ptrace, run_injector, unmap_statements
+from mxprobe.attach.injector_process import check_ptrace, run_injector, unmap_statements
 from mxprobe.attach.payload import in_thread
 from mxprobe.attach.process import look_up
 from mxprobe.errors import AttachError

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mxprobe.attach.job import find_job
+from mxprobe.attach.distributed_job import find_job
 from mxprobe.attach.process import look_up, own_processes
 from mxprobe.trace import open_trace
 from tests.attach_targets import MXPROBE, mxprobe, statements_in_memory, until

@@ -122,7 +122,7 @@ def test_the_package_need_not_be_installed_where_the_job_runs(tmp_path: Path) ->
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
         "from importlib.util import find_spec, spec_from_file_location, module_from_spec\n"
         "assert find_spec('mxprobe') is None\n"
-        f"spec = spec_from_file_location('hook', {str(Path(ours[1]) / 'attach' / 'startup' / 'emulation.py')!r})\n"
+        f"spec = spec_from_file_location('hook', {str(Path(ours[1]) / 'attach' / 'startup' / 'emulate.py')!r})\n"
         "hook = module_from_spec(spec)\nspec.loader.exec_module(hook)\n"
         "import torch\n"
         f"hook.start('paper', {ours!r})\n"

@@ -47,8 +47,8 @@ GUARDS = {
     "agent.roots.RootWatch._enter",
     "agent.roots.RootWatch._leave",
     "agent.taps.signal_taps.SignalTaps._listen",
-    "agent.taps.splice.Splice._hear",
-    "agent.taps.table.Tap.source",
+    "agent.taps.splicing.Splice._hear",
+    "agent.taps.tap_table.Tap.source",
     "measuring.interruptions.is_of_a_signal_handler",
 }
 # What takes hooks, functions and threads out. Without one of these something inert stays; the bits do not change.
@@ -69,13 +69,14 @@ WAYS_OUT = {
     "agent.session.Session.abandon",
     "agent.session.Session.close",
     "agent.taps.signal_taps.SignalTaps.unwrap",
-    "agent.taps.splice.Splice._give_back",
-    "agent.taps.splice.Splice.remove",
-    "agent.taps.splices.Splices._is_back",
-    "agent.taps.splices.Splices.give_back",
+    "agent.taps.splicing.Splice._give_back",
+    "agent.taps.splicing.Splice.remove",
+    "agent.taps.splicing.Splices._is_back",
+    "agent.taps.splicing.Splices.give_back",
     "agent.parts.batches.BatchTaps.remove",
     "agent.transport.Transport.close",
     "agent.worker.Worker.stop",
+    "measuring.compat.take_off_function_mode",
 }
 
 
@@ -189,7 +190,7 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
     "agent.parts.norms.Norms._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
     "agent.parts.milestones.Milestones._note": (RuntimeError("planted"), "asked", "torch.serialization.save"),
     "agent.taps.signal_taps.SignalTaps._rows": (ValueError("planted"), "error_budget", f"{SINK}.Tracking.log"),
-    "measuring.replay.call.capture": (RuntimeError("planted"), "asked", "capturing a call"),
+    "measuring.replay.captured_call.capture": (RuntimeError("planted"), "asked", "capturing a call"),
     "measuring.replay.sensitivity.measure_sensitivity": (MemoryError(), "asked", "replaying a call"),
     "agent.session.Session._end_step": (KeyError("planted"), "error_budget", "optimizer step"),
     "agent.session.Session._install": (AttributeError("planted"), "error_budget", "optimizer step"),
@@ -250,7 +251,7 @@ def no_mode_stays() -> Iterator[None]:
     "name",
     [
         "agent.probes.gemm_watch.GemmWatch.enter",
-        "measuring.adapters.experts._first_tensor",
+        "measuring.adapters.fused_experts._first_tensor",
         "agent.probes.gemm_watch.GemmWatch.leave",
     ],
 )

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mxprobe.agent.taps.batches import BATCH_TAPS
-from mxprobe.agent.taps.table import FRAMEWORK_TAPS, Tap
+from mxprobe.agent.taps.batch_readers import BATCH_TAPS
+from mxprobe.agent.taps.tap_table import FRAMEWORK_TAPS, Tap
 from tests.logger_files import tensorboard_scalars, trackio_logs, wandb_history
 
 PROCESS = Path(__file__).with_name("logger_process.py")

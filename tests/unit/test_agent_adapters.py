@@ -12,11 +12,11 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.inventory import module_rows
+from mxprobe.agent.module_rows import module_rows
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.adapters.adapter import MISFIT, held
-from mxprobe.measuring.adapters.inventory import misfits, take_inventory
-from mxprobe.measuring.adapters.table import ADAPTERS, adapter_of
+from mxprobe.measuring.adapters.families import ADAPTERS, adapter_of
+from mxprobe.measuring.adapters.weight_modules import misfits, take_inventory
 from mxprobe.measuring.operands.snapshot import Snapshot
 from tests import standin_modules as upstream
 

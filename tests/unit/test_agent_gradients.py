@@ -15,7 +15,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.agent.roots import trained_roots
-from mxprobe.measuring.adapters.master import gradient_of, is_stepped_by
+from mxprobe.measuring.adapters.main_parameters import gradient_of, is_stepped_by
 from mxprobe.measuring.operands.snapshot import Snapshot
 
 K, OUT = 32, 16

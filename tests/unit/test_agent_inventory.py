@@ -9,11 +9,11 @@ from torch.nn.utils import parametrizations
 
 from mxprobe.agent import roots
 from mxprobe.agent.clock import completed_steps
-from mxprobe.agent.inventory import module_rows
+from mxprobe.agent.module_rows import module_rows
 from mxprobe.agent.roots import RootWatch, trained_roots
-from mxprobe.measuring.adapters.experts import ExpertsAdapter
-from mxprobe.measuring.adapters.inventory import misfits, take_inventory
+from mxprobe.measuring.adapters.fused_experts import ExpertsAdapter
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
+from mxprobe.measuring.adapters.weight_modules import misfits, take_inventory
 from mxprobe.schema import TABLES
 
 

@@ -12,8 +12,9 @@ from torch import nn
 import mxprobe_kernels
 from mxprobe.events import finished
 from mxprobe.measuring.adapters.placement import Placement, Shard
+from mxprobe.measuring.operands.copying import choose_rows
 from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, identity_error
-from mxprobe.measuring.operands.snapshot import Snapshot, choose_rows
+from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import sample_weight
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory

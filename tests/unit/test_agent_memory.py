@@ -14,11 +14,11 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.memory import DeviceMemory, bytes_of
 from mxprobe.agent.probes.module_probe import ModuleProbe
-from mxprobe.measuring.operands import extent, snapshot, weights
-from mxprobe.measuring.operands import operand as operands
+from mxprobe.measuring.operands import copying, extent, pieces, weights
 from mxprobe.measuring.operands.extent import BYTES_OF_BATCH
-from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
+from mxprobe.measuring.operands.operand import Operand, measure_operand
 from mxprobe.measuring.operands.snapshot import Snapshot
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
@@ -42,11 +42,11 @@ def probes(n: int, sent: list[Any], *, max_rows: int = 512, dtype: torch.dtype =
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this CPU by the code for a device, in pieces small enough for tensors that are."""
-    monkeypatch.setattr(operands, "_on_host", lambda x: False)
-    monkeypatch.setattr(operands, "DEVICE_BATCH_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(pieces, "on_host", lambda x: False)
+    monkeypatch.setattr(pieces, "DEVICE_BATCH_ELEMENTS", 1 << 12)
     for module in (cpu_backend, cpu_quantizer):
         monkeypatch.setattr(module, "supports", lambda *_: False)
-    monkeypatch.setattr(snapshot, "CPU_MAX_ROWS", 1 << 30)
+    monkeypatch.setattr(copying, "CPU_MAX_ROWS", 1 << 30)
     monkeypatch.setattr(weights, "CPU_MAX_FEATURES", 1 << 30)
 
 
@@ -167,13 +167,13 @@ def test_measuring_takes_no_more_than_foreseen(
         config = AgentConfig(whatifs=(*DEFAULT_WHATIFS, "hif4", "mxfp4_4over6"))
         n = sum(1 for _ in measure_step(sent, config, recipes={}, history=WeightHistory()))
     assert n > 50
-    batch = BYTES_OF_BATCH * (extent.DEVICE_BATCH_ELEMENTS - operands.DEVICE_BATCH_ELEMENTS)
+    batch = BYTES_OF_BATCH * (extent.DEVICE_BATCH_ELEMENTS - pieces.DEVICE_BATCH_ELEMENTS)
     foreseen = probe.working_bytes - batch
     assert foreseen / 3 < live.peak <= foreseen
 
 
 def test_sums_are_the_same_by_pieces(monkeypatch: pytest.MonkeyPatch):
-    a, b = torch.randn(96, K), torch.randn(K, 40)
+    a, b = torch.randn(1, 96, K), torch.randn(1, K, 40)
     operand = Operand(Role.X_FWD, a, b, 0.5, 96, n_certain=30, certain_weight=0.25)
 
     def rows() -> tuple[Any, Any]:

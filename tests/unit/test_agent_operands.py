@@ -4,13 +4,8 @@ import pytest
 import torch
 
 import mxprobe_kernels
-from mxprobe.measuring.operands.operand import (
-    IDENTITY_TOLERANCE,
-    Operand,
-    identity_error,
-    measure_corrections,
-    measure_operand,
-)
+from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, Operand, identity_error, measure_operand
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Role
 from mxprobe_kernels.formats import Rule
 from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
@@ -18,8 +13,8 @@ from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 
 def operand(m: int = 64, c: int = 96, n: int = 40, *, seed: int = 0, scale: float = 1.0) -> Operand:
     generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(m, c, generator=generator) * scale
-    return Operand(Role.X_FWD, a, torch.randn(c, n, generator=generator), 1.0, m)
+    a = torch.randn(1, m, c, generator=generator) * scale
+    return Operand(Role.X_FWD, a, torch.randn(1, c, n, generator=generator), 1.0, m)
 
 
 def energy(x: torch.Tensor) -> float:
@@ -29,7 +24,7 @@ def energy(x: torch.Tensor) -> float:
 @pytest.mark.parametrize("rule", list(Rule))
 def test_output_sums_are_those_of_the_product(rule: Rule):
     op = operand()
-    op.a[:, 5::32] *= 30
+    op.a[..., 5::32] *= 30
     row = measure_operand(op, format="mxfp4", rule=rule.value).row
     fields = mxprobe_kernels.error_fields(op.a, rule=rule)
     b = op.b.double()
@@ -45,7 +40,7 @@ def test_output_sums_are_those_of_the_product(rule: Rule):
 
 def _exponents(a: torch.Tensor, rule: Rule) -> torch.Tensor:
     _, exponents = mxprobe_kernels.quantize_dequantize(a, rule=rule)
-    return exponents.double().repeat_interleave(32, dim=-1)[:, : a.shape[1]]
+    return exponents.double().repeat_interleave(32, dim=-1)[..., : a.shape[-1]]
 
 
 @pytest.mark.parametrize("rule", list(Rule))
@@ -68,9 +63,9 @@ def test_a_row_has_every_sum_and_count():
 
 def test_non_finite_values_poison_nothing():
     op = operand()
-    clean = measure_operand(op._replace(a=op.a[:, 32:], b=op.b[32:]), format="mxfp4", rule="rceil").row
-    op.a[:, 3] = math.nan
-    op.b[40, 0] = math.inf
+    clean = measure_operand(op._replace(a=op.a[..., 32:], b=op.b[:, 32:]), format="mxfp4", rule="rceil").row
+    op.a[..., 3] = math.nan
+    op.b[0, 40, 0] = math.inf
     row = measure_operand(op, format="mxfp4", rule="rceil").row
     assert row["n_nonfinite"] == 64
     assert row["n_blocks_excluded"] == 64
@@ -80,7 +75,7 @@ def test_non_finite_values_poison_nothing():
 
 def test_corrections_score_the_corrected_tensor():
     op = operand()
-    op.a[:, 5::32] *= 30
+    op.a[..., 5::32] *= 30
     measured = measure_operand(op, format="mxfp4", rule="rceil")
     (rows,) = measure_corrections([measured], DEFAULT_WHATIFS)
     assert [row["correction"] for row in rows] == list(DEFAULT_WHATIFS)
@@ -113,8 +108,8 @@ def test_no_corrections_are_no_rows():
 @pytest.mark.parametrize("rule", [Rule.RCEIL, Rule.FLOOR])
 def test_rows_with_a_weight_count_so_much_in_every_sum(rule: Rule):
     op = operand(m=48)
-    op.a[:, 5::32] *= 30
-    halves = [op._replace(a=op.a[:32]), op._replace(a=op.a[32:])]
+    op.a[..., 5::32] *= 30
+    halves = [op._replace(a=op.a[:, :32]), op._replace(a=op.a[:, 32:])]
     drawn, certain = (measure_operand(half, format="mxfp4", rule=rule.value) for half in halves)
     both = measure_operand(op._replace(n_certain=16, certain_weight=0.25), format="mxfp4", rule=rule.value)
     for name in (*ENERGY_SUMS, *OUTPUT_SUMS):
@@ -131,6 +126,6 @@ def test_rows_with_a_weight_count_so_much_in_every_sum(rule: Rule):
 
 def test_a_weight_hides_no_number_that_is_none():
     op = operand(m=48)
-    op.a[40, 3] = float("nan")
+    op.a[0, 40, 3] = float("nan")
     row = measure_operand(op._replace(n_certain=16, certain_weight=0.01), format="mxfp4", rule="rceil").row
     assert (row["n_nonfinite"], row["n_blocks_excluded"]) == (1, 1)

@@ -13,7 +13,8 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.agent.recorder import to_columns
 from mxprobe.events import finished
-from mxprobe.measuring.operands.bare_weights import WeightsSnapshot, copy_weights
+from mxprobe.measuring.operands.bare_weights import copy_weights
+from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
@@ -33,7 +34,7 @@ def test_both_roles_of_w_have_its_own_sums_and_a_product_of_nothing():
     watched = probe(module)
     assert not watched.weights_alone
     (snapshot,) = copy_weights(5, [watched], 512)
-    assert isinstance(snapshot, WeightsSnapshot)
+    assert isinstance(snapshot, Snapshot)
     assert watched.weights_alone
     with torch.no_grad():
         module.weight.zero_()  # the run goes on

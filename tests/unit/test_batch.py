@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mxprobe.agent.parts.batches import BatchTaps
-from mxprobe.agent.taps.batches import BATCH_TAPS
+from mxprobe.agent.taps.batch_readers import BATCH_TAPS
 from mxprobe.agent.taps.signal_taps import SignalTaps
-from mxprobe.measuring.tokens.batch import Batch, Ragged, join, tokens_of
 from mxprobe.measuring.tokens.mismatch import rollout_rows
+from mxprobe.measuring.tokens.training_batch import Batch, Ragged, join, tokens_of
 from mxprobe.schema import TABLES
 from tests import part_context, standin_sinks
 

@@ -20,10 +20,10 @@ from mxprobe.cli import main
 from mxprobe.measuring.operands.block_statistics import block_row, transposition_row
 from mxprobe.measuring.operands.operand import Operand, measure_operand
 from mxprobe.measuring.replay.arms import replay_arms
-from mxprobe.measuring.replay.call import capture
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.captured_call import capture
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows
-from mxprobe.measuring.versions.updates import update_row
+from mxprobe.measuring.versions.weight_updates import update_row
 from mxprobe.schema import Role
 from mxprobe.trace import TraceWriter, open_trace
 from tests import small_lm, synthetic
@@ -53,7 +53,7 @@ def measured(name: str, step: int, w: torch.Tensor) -> dict[str, list[dict[str, 
     rows: dict[str, list[dict[str, Any]]] = {"tensors": [], "blocks": []}
     fields = {}
     for role, a, b in ((Role.X_FWD, x, w.T), (Role.W_FWD, w, x.T), (Role.W_DGRAD, w.T, x.new_ones(len(w), 1))):
-        found = measure_operand(Operand(role, a, b, 1.0, len(a)), format="mxfp4", rule="rceil")
+        found = measure_operand(Operand(role, a[None], b[None], 1.0, len(a)), format="mxfp4", rule="rceil")
         fields[role] = found.fields
         of_tile = transposition_row(fields[Role.W_FWD], found.fields, None, None) if role is Role.W_DGRAD else {}
         sampled = {"sampled_frac": 1.0, "n_clusters": len(a), "role": role.value}

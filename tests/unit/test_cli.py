@@ -12,10 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mxprobe.cli import COMMANDS, main
-from mxprobe.cli.durations import Duration
-from mxprobe.cli.experts import Experts
-from mxprobe.cli.shares import Share
-from mxprobe.cli.sizes import Kept, Size
+from mxprobe.cli.param_types import Duration, Experts, Kept, Share, Size
 
 OPTIONS = {
     "attach": {

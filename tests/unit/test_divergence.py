@@ -17,9 +17,10 @@ from mxprobe.attribution.token_mismatch import LogProbs, measured_floor
 from mxprobe.divergence import first_divergence, load, sketch
 from mxprobe.errors import UsageError
 from mxprobe.measuring.recipes import quantize
-from mxprobe.measuring.replay.call import NotReplayableError, capture
-from mxprobe.measuring.replay.paths import measure_floor, recomposed
-from mxprobe.measuring.replay.residuals import blocks_of, difference, projected
+from mxprobe.measuring.replay.captured_call import capture
+from mxprobe.measuring.replay.floor import measure_floor, recomposed
+from mxprobe.measuring.replay.refusal import NotReplayableError
+from mxprobe.measuring.replay.residual_stream import blocks_of, difference, projected
 from tests.small_lm import ALPHABET, SmallLM, linears
 
 MX = "mxfp4+rceil"

@@ -13,9 +13,9 @@ from torch import nn
 from mxprobe.attribution.held_versions import HeldVersion, held_versions
 from mxprobe.audit import audit
 from mxprobe.engines import held_weights, record_weights
-from mxprobe.measuring.engines import stacks
-from mxprobe.measuring.engines.parts import parts_of
-from mxprobe.measuring.engines.stacks import copy_stacks
+from mxprobe.measuring.engines import hashed_stacks
+from mxprobe.measuring.engines.expert_parts import parts_of
+from mxprobe.measuring.engines.hashed_stacks import copy_stacks
 from mxprobe.trace import open_trace
 from tests.standin_engine import (
     Backend,
@@ -293,7 +293,7 @@ def test_experts_whose_numbers_are_not_known_are_not_compared(tmp_path: Path):
 
 
 def test_experts_that_do_not_fit_are_not_hashed_and_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stacks, "HASHED_ELEMENTS", 2 * HIDDEN)
+    monkeypatch.setattr(hashed_stacks, "HASHED_ELEMENTS", 2 * HIDDEN)
     held = [matrices(NOW, layer) for layer in range(LAYERS)]
     held[0] = matrices(LATE, 0)
     rows = trained(QWEN, (LATE, 8, 9, NOW))

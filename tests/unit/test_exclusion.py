@@ -26,7 +26,7 @@ from mxprobe.attribution.exclusion import (
 from mxprobe.attribution.patterns import exact_patterns
 from mxprobe.cli import main
 from mxprobe.measuring.replay.arms import FORWARD_ROLES, replay_arms
-from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.trace import TraceWriter
 from tests import small_lm

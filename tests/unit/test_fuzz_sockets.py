@@ -23,8 +23,8 @@ from mxprobe import listener
 from mxprobe.agent.boot import _Agent  # pyright: ignore[reportPrivateUsage]
 from mxprobe.agent.listening import Listening
 from mxprobe.agent.transport import Transport
-from mxprobe.attach.recorder import RunTrace, TraceRecorder
 from mxprobe.attach.server import ClientAsked, ControlServer, Event
+from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.protocol import PROTOCOL_VERSION, VERBS, encode, recv_frame
 from mxprobe.schema import TABLES
 from mxprobe.trace import open_trace
@@ -104,7 +104,7 @@ def test_the_control_socket_serves_the_next_after_anything(
             client.sendall(encode({"verb": "status"}))
             while not isinstance(event := events.get(timeout=20), ClientAsked):
                 pass
-            assert event.verb == "status"
+            assert event.frame["verb"] == "status"
     finally:
         server.close()
         recorder.end("done")

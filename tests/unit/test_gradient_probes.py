@@ -12,9 +12,10 @@ from torch import nn
 import mxprobe_kernels
 from mxprobe.measuring.replay.arms import HIGH, arm_product, quantizer, run_arm
 from mxprobe.measuring.replay.backward import WeightGradients
-from mxprobe.measuring.replay.call import Call, NotReplayableError, capture
+from mxprobe.measuring.replay.captured_call import Call, capture
 from mxprobe.measuring.replay.gradient_probes import COMPONENTS, INTERVENTION, ROLES, groups, probe_gradients
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.policy_output import PolicyGradient
+from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.schema import TABLES
 from tests import small_lm
 from tests.unit.test_replay_gradients import HELD_OUT, loss_gradient

@@ -17,7 +17,7 @@ from mxprobe.measuring.tokens.generation import (
     measured_positions,
     sampling_in_progress,
 )
-from mxprobe.measuring.tokens.head import Head, find_head
+from mxprobe.measuring.tokens.lm_head import Head, find_head
 from mxprobe.measuring.tokens.logprobs import compute_dtype, pair_up, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import left_aligned, match
 from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows, signal_values

@@ -26,11 +26,11 @@ from mxprobe.agent.probes.gemm_watch import GemmWatch
 from mxprobe.agent.recorder import to_columns
 from mxprobe.audit.searches import find_pitfalls
 from mxprobe.events import EXPERTS, Event, finished
-from mxprobe.measuring.adapters.structure import expert_parameters
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
 from mxprobe.measuring.moe import expert_snapshot as snapshot
-from mxprobe.measuring.moe.behaviour import OutputState
-from mxprobe.measuring.moe.expert_rows import measure_experts
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels import reference
 from tests.moe_models import tiny, tokens
@@ -76,7 +76,7 @@ class Watched:
 
 def rows_of(each: ExpertsSnapshot, config: AgentConfig = CONFIG) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_experts(each, config, state=OutputState()):
+    for table, row in measure_step([each], config, recipes={}, history=WeightHistory()):
         found.setdefault(table, []).append(finished(row))
     for table, rows in found.items():
         to_columns(table, rows)  # has every column
@@ -253,11 +253,12 @@ def test_an_expert_that_another_kernel_transposes_is_named(implementation: str):
     with torch.no_grad(), Transposing(expert=2):
         experts(x, chosen, weights)
     experts(x, chosen, weights).sum().backward()
-    sent, state = watched.end(), OutputState()
+    sent = watched.end()
+    state: dict[str, Any] = {"recipes": {}, "history": WeightHistory(), "told": {}}
     told = [
         row["event"].words
         for phase in ("eval", "train")
-        for table, row in measure_experts(sent["down_proj", phase], CONFIG, state=state)
+        for table, row in measure_step([sent["down_proj", phase]], CONFIG, **state)
         if table == "events"
     ]
     assert told == [

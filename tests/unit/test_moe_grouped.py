@@ -10,15 +10,15 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.inventory import module_rows
+from mxprobe.agent.module_rows import module_rows
 from mxprobe.agent.probes.grouped_probe import GroupedProbe
 from mxprobe.agent.probes.router_probe import probe_of
 from mxprobe.measuring.adapters.expert_numbers import first_experts
-from mxprobe.measuring.adapters.inventory import take_inventory
+from mxprobe.measuring.adapters.weight_modules import take_inventory
 from mxprobe.measuring.moe import expert_snapshot as snapshot
-from mxprobe.measuring.moe.behaviour import OutputState
-from mxprobe.measuring.moe.expert_rows import measure_experts
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
+from mxprobe.measuring.step_rows import measure_step
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 from mxprobe_kernels import reference
 from tests.standin_modules import GroupedLinear
@@ -58,7 +58,7 @@ class Watched:
 
 def rows(each: ExpertsSnapshot) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_experts(each, AgentConfig(experts=-1), state=OutputState()):
+    for table, row in measure_step([each], AgentConfig(experts=-1), recipes={}, history=WeightHistory()):
         found.setdefault(table, []).append(row)
     return found
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.adapters.expert_structure import is_router
 from mxprobe.measuring.replay.arms import ROUTED, replay_arms
-from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.expert_forwards import RoutingReplay
 from tests.moe_models import tiny, tokens
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from mxprobe.agent.inventory import NOT_REPLAYED
+from mxprobe.agent.module_rows import NOT_REPLAYED
 from mxprobe.agent.recorder import to_columns
 from mxprobe.attribution.mixture import Mixture, Standout
 from mxprobe.protocol import AgentConfig
@@ -19,9 +19,8 @@ from mxprobe.trace import TraceWriter, open_trace
 from mxprobe.trace.arrow import columns_of
 from mxprobe.trace.chunks import chunks
 from mxprobe.trace.thinning import Windows, add_up
-from mxprobe_reports import coverage, shell
-from mxprobe_reports import experts as page
-from mxprobe_reports.markup import Html
+from mxprobe_reports import coverage_card, shell
+from mxprobe_reports import experts_card as page
 from tests.moe_models import tiny, tokens
 from tests.report_frames import modules_table, recommendation
 from tests.unit.test_moe_experts import Watched, rows_of
@@ -123,7 +122,7 @@ def test_routing_is_added_and_the_flipped_tokens_share_told(mixture: Mixture):
 
 def test_the_page_names_layer_expert_and_router(mixture: Mixture):
     html = page.section(mixture)
-    assert '<a href="#experts">Experts</a>' in shell.render("run", ["steps"], html, {}, controls=Html(""))
+    assert '<a href="#experts">Experts</a>' in shell.page("run", ["steps"], [html], {})
     assert f"<code>{LAYER}.gate_up_proj</code></td><td" in html
     assert GATE in html
     assert "25.0 %" in html
@@ -179,9 +178,9 @@ def test_coverage_says_what_replays_leave_out():
     frame = modules_table(["a.q_proj", "a.experts.down_proj"])
     frame["reason"] = [NOT_REPLAYED if "experts" in name else "" for name in frame["module"]]
     recommended = recommendation(["a.q_proj"])
-    assert "1 of them are no nn.Linear" in coverage.section(recommended, frame)
+    assert "1 of them are no nn.Linear" in coverage_card.section(recommended, frame)
     frame["reason"] = ""
-    assert "no nn.Linear" not in coverage.section(recommended, frame)
+    assert "no nn.Linear" not in coverage_card.section(recommended, frame)
 
 
 def test_steps_that_were_added_up_tell_the_same(written: Path, mixture: Mixture):

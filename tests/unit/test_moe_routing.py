@@ -10,7 +10,7 @@ import torch
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.probes.router_probe import RouterProbe, probe_of
-from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.adapters.expert_structure import is_router
 from mxprobe.measuring.moe.routing import routing_row
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import quantize

@@ -11,8 +11,9 @@ import mxprobe_kernels
 from mxprobe.attribution.neighbours import alignments, block_ratios, bucket_ratio, bucket_ratios
 from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.measuring.operands.block_statistics import TOP_PERCENT, block_row, transposition_row
-from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
+from mxprobe.measuring.operands.operand import Operand, measure_operand
 from mxprobe.measuring.operands.weights import sample_weight
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import TABLES, Role
 from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, Correction
@@ -95,8 +96,8 @@ def test_independent_errors_align_like_chance_and_aligned_ones_do_not():
                 **measure_operand(operand, format="mxfp4", rule="rceil").row,
             }
             for role, operand in (
-                (Role.X_FWD, Operand(Role.X_FWD, x, w.T, 1.0, len(x))),
-                (Role.W_FWD, Operand(Role.W_FWD, w, x.T, 1.0, len(w))),
+                (Role.X_FWD, Operand(Role.X_FWD, x[None], w.T[None], 1.0, len(x))),
+                (Role.W_FWD, Operand(Role.W_FWD, w[None], x.T[None], 1.0, len(w))),
             )
         ]
         modules = pd.DataFrame({"module": ["up", "norm"], "shape": [[96, 128], [128]]})
@@ -184,7 +185,7 @@ def test_a_second_pass_mends_what_coverage_promises_and_is_never_named():
     even, coarse = normal(64, 320), normal(64, 320)
     coarse[:, :3] *= 100.0
     measured = [
-        measure_operand(Operand(Role.X_FWD, x, normal(320, 16), 1.0, 64), format="mxfp4", rule="rceil")
+        measure_operand(Operand(Role.X_FWD, x[None], normal(1, 320, 16), 1.0, 64), format="mxfp4", rule="rceil")
         for x in (even, coarse)
     ]
     for x, one, rows in zip((even, coarse), measured, measure_corrections(measured, CHANNEL_WHATIFS), strict=True):

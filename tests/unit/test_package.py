@@ -37,15 +37,16 @@ def test_wheel_holds_every_module_table_and_marker(wheel: zipfile.ZipFile) -> No
     }
     for package, directory in sources.items():
         assert f"{package}/py.typed" in names
-        for file in (*directory.rglob("*.py"), *directory.rglob("*.toml")):
-            assert f"{package}/{file.relative_to(directory)}" in names
+        for kind in ("*.py", "*.toml", "*.html", "*.js", "*.css"):
+            for file in directory.rglob(kind):
+                assert f"{package}/{file.relative_to(directory)}" in names
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     text = wheel.read(metadata).decode()
     assert "Requires-Python: >=3.11" in text
-    for requirement in ("torch", "triton", "pandas", "pyarrow", "plotly", "rich", "click"):
+    for requirement in ("torch", "triton", "pandas", "pyarrow", "plotly", "jinja2", "rich", "click"):
         assert f"Requires-Dist: {requirement}" in text
     for extra in ("trl", "ray", "duckdb", "exporters"):
         assert f"Provides-Extra: {extra}" in text

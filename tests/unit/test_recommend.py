@@ -80,7 +80,7 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(recommendation: Recommendatio
     curing = [replace(score, cures=True) for score in recommendation.corrections]
     text = rendered(replace(recommendation, corrections=(worse, *curing)))
     assert "…" not in text
-    assert re.search(r"-0\.09 \[-0\.16, -0\.02\] +-0\.11", text)
+    assert re.search(r"−0\.09 \[−0\.16, −0\.02\] +−0\.11", text)
     assert all(len(line) <= 80 for line in text.splitlines())
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.measuring.replay import preserve
+from mxprobe.measuring.replay import captured_call, preservation
 from mxprobe.measuring.replay.arms import DEFAULT_ARMS, arm_product, quantizer, replay_arms
-from mxprobe.measuring.replay.call import NotReplayableError, capture, forward, replay_target, replayed
-from mxprobe.measuring.replay.linears import Intercept, exact_product
-from mxprobe.measuring.replay.policy import draw_tokens, find_policy, given_tokens
-from mxprobe.measuring.replay.preserve import BufferChangedError, RandomState, preserved
+from mxprobe.measuring.replay.captured_call import capture, forward, replay_target, replayed
+from mxprobe.measuring.replay.interception import exact_product, intercepted
+from mxprobe.measuring.replay.policy_output import draw_tokens, find_policy, given_tokens
+from mxprobe.measuring.replay.preservation import BufferChangedError, RandomState, preserved
+from mxprobe.measuring.replay.refusal import NotReplayableError
 from tests import small_lm
 
 HELD_OUT = 10**6
@@ -84,7 +85,7 @@ def test_all_is_put_back_after_an_error_too():
 
 
 def test_a_large_buffer_that_changes_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preserve, "MAX_BUFFER_BYTES", 4)
+    monkeypatch.setattr(preservation, "MAX_BUFFER_BYTES", 4)
     module = nn.Module()
     module.register_buffer("table", torch.zeros(100))
     with preserved(module, RandomState.now(module)):
@@ -136,9 +137,7 @@ def test_what_wraps_a_model_is_left_out_and_what_communicates_refused():
 
 
 def test_other_ranks_are_not_kept_waiting(monkeypatch: pytest.MonkeyPatch):
-    from mxprobe.measuring.replay import call
-
-    monkeypatch.setattr(call, "_world_size", lambda: 4)
+    monkeypatch.setattr(captured_call, "_world_size", lambda: 4)
     with pytest.raises(NotReplayableError, match="4 ranks"):
         replay_target(nn.Linear(2, 2))
 
@@ -158,7 +157,7 @@ def test_the_gradient_is_that_of_the_linears_output_whatever_is_done_in_place(in
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     call = capture(model, (x,), {})
     linear: Any = model[0]
-    with replayed(call, gradient=True), Intercept({"0": linear}, exact_product, record={"0"}) as intercept:
+    with replayed(call, gradient=True), intercepted({"0": linear}, exact_product, record={"0"}) as intercept:
         out = forward(call)
         (g,) = torch.autograd.grad(out.sum(), [intercept.calls[0].edge])
     y = linear(x).detach().requires_grad_()
@@ -234,6 +233,12 @@ def test_arms_against_forwards_written_out_by_hand():
     assert row["sum_kl"] == pytest.approx(float(kl.sum()), rel=1e-3)
     assert row["sum_log_prob_shift"] == pytest.approx(float(shift.sum()), rel=1e-2, abs=1e-2)
     assert np.isnan(row["loss_shift"])
+
+
+def test_the_sequential_split_finds_the_grid():
+    rows = replay("q", "qstar", "qstar_dz")
+    q, qstar, qstar_dz = (rows[arm]["sum_kl"] / rows[arm]["n_tokens"] for arm in ("q", "qstar", "qstar_dz"))
+    assert qstar_dz / q > 0.5 > max((q - qstar) / q, (qstar - qstar_dz) / q)
 
 
 def test_arms_order_as_their_errors_do():

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from mxprobe.cli import main
 from mxprobe.errors import EXIT_TRACE
 from mxprobe.measuring.replay.arms import DEFAULT_ARMS, replay_arms
-from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.gradient_probes import probe_gradients
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.trace import TraceWriter

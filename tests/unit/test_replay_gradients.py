@@ -23,8 +23,8 @@ from mxprobe.attribution.replay_effects import (
 from mxprobe.measuring.operands.gradient_error import WGRAD, gradient_error
 from mxprobe.measuring.replay.arms import DEFAULT_ARMS, Arm, replay_arms
 from mxprobe.measuring.replay.backward import WeightGradients
-from mxprobe.measuring.replay.call import capture
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.captured_call import capture
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.schema import Role
 from tests import small_lm
 

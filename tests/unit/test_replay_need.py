@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,12 +14,11 @@ from mxprobe.agent import allocator
 from mxprobe.agent.memory import RESERVED, DeviceMemory
 from mxprobe.agent.parts.replays import Replays
 from mxprobe.agent.replay_allowance import shapes_of
-from mxprobe.measuring import isolation
-from mxprobe.measuring.replay import call as calls
+from mxprobe.measuring import compat
 from mxprobe.measuring.replay.arms import replay_arms
-from mxprobe.measuring.replay.call import capture
+from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.gradient_probes import probe_gradients
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.replay.sensitivity import measure_sensitivity
 from mxprobe.protocol import AgentConfig
 from tests import part_context, small_lm
@@ -42,8 +42,7 @@ def all_linears(model: nn.Module) -> dict[str, nn.Linear]:
 def test_no_replay_holds_more_than_its_need(
     monkeypatch: pytest.MonkeyPatch, width: int, n_layers: int, vocabulary: int, n_samples: int, dtype: torch.dtype
 ):
-    for module in (isolation, calls):  # a replay leaves the user's modes, and would leave the count
-        monkeypatch.setattr(module, "leave_dispatch_modes", lambda: None)
+    monkeypatch.setattr(compat, "without_dispatch_modes", nullcontext)  # it would leave the count
     model, ids = model_of(width, n_layers, vocabulary, dtype), small_lm.batch(n_samples, 0)
     linears, call = all_linears(model), capture(model, (), {"input_ids": ids})
     logits = model(ids)

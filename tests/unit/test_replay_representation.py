@@ -13,8 +13,8 @@ from torch import nn
 import mxprobe_kernels
 from mxprobe.attribution.neighbours import basin_cosines, representations
 from mxprobe.measuring.replay.arms import Arm, replay_arms
-from mxprobe.measuring.replay.call import capture
-from mxprobe.measuring.replay.policy import PolicyGradient
+from mxprobe.measuring.replay.captured_call import capture
+from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.schema import TABLES
 from tests import small_lm
 

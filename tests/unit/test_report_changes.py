@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from mxprobe_reports import changes
+from mxprobe_reports import changes, symptoms
 
 STEPS = np.arange(10, 210, dtype=np.int64)
 
@@ -17,8 +17,8 @@ def test_a_planted_step_is_found_where_it_is() -> None:
     assert found is not None
     assert found.at is not None
     assert abs(found.at - 110) <= 2
-    assert found.before is not None
-    assert abs(found.before) < 0.02
+    assert found.step is not None
+    assert abs(found.step.before) < 0.02
 
 
 def test_a_straight_rise_is_a_trend_and_no_step() -> None:
@@ -47,8 +47,9 @@ def test_missing_values_do_not_move_the_step() -> None:
 
 
 def test_words_claim_no_cause() -> None:
-    found = changes.find(STEPS, noise(0) + 0.5 * (STEPS >= 110))
+    values = noise(0) + 0.5 * (STEPS >= 110)
+    found = changes.find(STEPS, values)
     assert found is not None
-    line = changes.line(found, str)
-    assert ">associated<" in line
+    line = symptoms.section([symptoms.Signal("reward", "Reward", "", STEPS, values, True, "", change=found)])
+    assert ">associated<" in line[line.index("change-point") :]
     assert "not caused by it" in line

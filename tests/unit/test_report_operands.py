@@ -56,6 +56,16 @@ def test_bins_add_up_to_the_totals_and_the_parts_to_the_error(
     np.testing.assert_allclose(lines["out_scale"] + lines["out_deadzone"] + lines["out_grid"], out)
 
 
+def test_what_the_page_script_adds_up_over_all_steps_is_the_column(rows: pd.DataFrame) -> None:
+    collected = collect(rows)
+    frame = explorer.columns(collected)
+    lines = {name: np.nan_to_num(line) for name, line in explorer.lines(len(frame), collected.binned).items()}
+    for name, (above, below, weight) in explorer.RATIOS.items():
+        over = sum(lines[line] * lines[weight] for line in above).sum(axis=1)
+        under = sum((lines[line] * lines[weight] for line in below), start=0.0) if below else lines[weight]
+        np.testing.assert_allclose(over / np.asarray(under).sum(axis=1), frame[name], rtol=1e-9, err_msg=name)
+
+
 def test_rows_with_a_sum_that_is_not_finite_are_left_out_and_counted(rows: pd.DataFrame) -> None:
     rows.loc[[3, 40], "sum_e2"] = [np.nan, np.inf]
     rows.loc[41, "n_nonfinite"] = 7

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from mxprobe.attribution.exclusion import exclusion_curve
-from mxprobe_reports import Report, gradients, logprobs, shell, symptoms
+from mxprobe_reports import Report, gradient_errors, logprobs, shell, symptoms
 from tests import report_frames
 from tests.unit.test_report_page import text_of
 
@@ -77,7 +77,7 @@ def test_a_gradient_that_is_mostly_noise_is_not_attributed() -> None:
     noisy = report(gradients=report_frames.gradients(NAMES, STEPS, noise=0.95))
     assert noisy.gradients["is_withheld"].all()
     assert f"In {len(NAMES)} of them the gradient is mostly noise" in text_of(noisy.render())
-    assert gradients.page_data(report().gradients) is None
+    assert gradient_errors.page_data(report().gradients) is None
 
 
 def test_mismatch_is_that_of_log_probabilities_where_they_were_measured(replayed: Report) -> None:

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from mxprobe import listener
-from mxprobe.attach.recorder import RunTrace, TraceRecorder
 from mxprobe.attach.server import ControlServer, Event
+from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.errors import TraceError
 from mxprobe.protocol import encode
 from mxprobe.schema import TABLES
 from mxprobe.trace import TraceWriter, layout, open_trace
-from mxprobe_reports import provenance
+from mxprobe_reports import versions_card
 from tests.attach_targets import interpreters
 
 ROOT = Path(__file__).parents[2]
@@ -230,4 +230,4 @@ def test_no_column_is_made_for_text_or_tensors_of_the_run() -> None:
     words = " ".join((ROOT / "SECURITY.md").read_text().split())
     for what in ("hashes of quantized codes", "the command lines of the job and of the attach"):
         assert what in words
-    assert "No prompt, completion, token, weight, activation or gradient" in provenance.HOLDS
+    assert "No prompt, completion, token, weight, activation or gradient" in versions_card.HOLDS

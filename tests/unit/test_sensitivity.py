@@ -13,7 +13,8 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.measuring.replay.arms import FORWARD_ROLES, replay_arms
-from mxprobe.measuring.replay.call import NotReplayableError, capture
+from mxprobe.measuring.replay.captured_call import capture
+from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.measuring.replay.sensitivity import COMPONENTS, Sensitivity, measure_sensitivity
 from tests import small_lm
 

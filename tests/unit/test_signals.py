@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from mxprobe.agent.taps.scalars import scalar
 from mxprobe.agent.taps.signal_taps import NO_STEP, SignalTaps
-from mxprobe.agent.taps.splice import TapNotApplicableError, splice
-from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
-from mxprobe.agent.taps.values import scalar
+from mxprobe.agent.taps.splicing import TapNotApplicableError, splice
+from mxprobe.agent.taps.tap_table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.events import Event
 from tests import standin_sinks
 from tests.standin_sinks import WandbRun

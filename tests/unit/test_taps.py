@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mxprobe.agent.taps import readers
+from mxprobe.agent.taps import metric_readers as readers
 from mxprobe.agent.taps.signal_taps import NO_STEP, SignalTaps
-from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, FRAMEWORK_TAPS, LOGGER_TAPS, TAPS
+from mxprobe.agent.taps.tap_table import FRAMEWORK_PACKAGES, FRAMEWORK_TAPS, LOGGER_TAPS, TAPS
 from mxprobe.metrics import ALIASES, LOGGERS, resolve
 from tests import standin_sinks
 from tests.standin_sinks import WandbRun

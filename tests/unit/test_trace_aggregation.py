@@ -133,6 +133,6 @@ def test_ray_gives_the_same_bits(directory: Path, tmp_path: Path) -> None:
 
 
 def test_every_engine_is_offered_by_the_command_line() -> None:
-    from mxprobe.cli import engines
+    from mxprobe.cli import common
 
-    assert engines.ENGINES == ENGINES
+    assert common.ENGINES == ENGINES

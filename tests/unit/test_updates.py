@@ -15,7 +15,7 @@ import mxprobe_kernels
 from mxprobe.agent.parts.versions import Versions
 from mxprobe.attribution.update_visibility import update_ratios, update_visibility
 from mxprobe.attribution.words import update_words
-from mxprobe.measuring.versions.updates import near_boundary, update_row
+from mxprobe.measuring.versions.weight_updates import near_boundary, update_row
 from mxprobe.schema import TABLES
 from tests import part_context
 

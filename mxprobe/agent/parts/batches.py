@@ -1,6 +1,6 @@
 """Listens where a framework has both sides' log-probabilities of its training batch: rows of table `rollouts`.
 
-Most RL trainers hold them, whatever engine generates and wherever it runs. `taps.batches` says where. Nothing is
+Most RL trainers hold them, whatever engine generates and wherever it runs. `taps.batch_readers` says where. Nothing is
 waited for: tensors are copied on their device, in probed steps only, and read by the worker.
 """
 
@@ -14,11 +14,11 @@ from torch import nn
 
 from mxprobe.agent.context import Context
 from mxprobe.agent.part import TRAINER, Job, Part
-from mxprobe.agent.taps.batches import BATCH_TAPS, copied
-from mxprobe.agent.taps.splices import Splices, wrapped
-from mxprobe.agent.taps.table import Tap
+from mxprobe.agent.taps.batch_readers import BATCH_TAPS, copied
+from mxprobe.agent.taps.splicing import Splices, wrapped
+from mxprobe.agent.taps.tap_table import Tap
 from mxprobe.events import LOGPROBS, Event
-from mxprobe.measuring.tokens.batch import Batch, BatchMeasurement
+from mxprobe.measuring.tokens.training_batch import Batch, BatchMeasurement
 
 MAX_SEQUENCES = 256
 """Of one call; the others are left out."""

@@ -17,7 +17,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import Job, Part
 from mxprobe.events import Event, Tell
-from mxprobe.measuring.adapters.inventory import is_compiled
+from mxprobe.measuring.adapters.weight_modules import is_compiled
 
 EVENT = "eager"
 NOT_BIT_EXACT = "probed steps run the compiled model eagerly: the run is not bit for bit what it is without mxprobe"

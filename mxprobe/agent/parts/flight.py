@@ -21,11 +21,12 @@ from mxprobe.agent.context import Context
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.events import Event
-from mxprobe.measuring.adapters.inventory import not_to_be_hooked
-from mxprobe.measuring.adapters.master import gradient_of
+from mxprobe.measuring.adapters.main_parameters import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
+from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.black_box import TABLE, BlackBox, Entry, Norms
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.compat import in_backward, local_shard, norms_of
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.schema import Row, TableRow
 
@@ -173,7 +174,7 @@ def _foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     norms: dict[int, torch.Tensor] = {}
     for dtype in {_norm_dtype(x) for x in tensors}:
         at = [i for i, x in enumerate(tensors) if _norm_dtype(x) is dtype]
-        found = torch._foreach_norm([tensors[i] for i in at], 2, dtype)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        found = norms_of([tensors[i] for i in at], dtype)
         norms.update((i, norm.to(torch.float32)) for i, norm in zip(at, found))
     return [norms[i] for i in range(len(tensors))]
 
@@ -190,5 +191,5 @@ def _named_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
 
 def _local(gradient: Any) -> torch.Tensor | None:
     """A dense gradient as it is, a DTensor's shard on this rank, else None."""
-    shard = getattr(gradient, "_local_tensor", gradient)
+    shard = local_shard(gradient)
     return shard if is_plain(shard) and shard.is_floating_point() else None

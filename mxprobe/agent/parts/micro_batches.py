@@ -11,7 +11,7 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import TRAINER, Part
-from mxprobe.measuring.isolation import in_backward
+from mxprobe.measuring.compat import in_backward
 
 
 class MicroBatches(Part):

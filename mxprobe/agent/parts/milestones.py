@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import TRAINER, Job, Part
-from mxprobe.agent.taps.splices import Splices
-from mxprobe.agent.taps.table import Tap
-from mxprobe.agent.taps.values import scalar
+from mxprobe.agent.taps.scalars import scalar
+from mxprobe.agent.taps.splicing import Splices
+from mxprobe.agent.taps.tap_table import Tap
 from mxprobe.events import Event, Tell
+from mxprobe.measuring.compat import has_state_hooks
 
 SAVED, LOADED, RESUME, LEARNING_RATE = "checkpoint_saved", "checkpoint_loaded", "resume", "learning_rate"
-_STATE_HOOKS = "_optimizer_load_state_dict_post_hooks"
 MOVED = 0.1
 """Relative change of a learning rate that is told: about 22 events while it falls to a tenth."""
 
@@ -110,7 +110,7 @@ class Milestones(Part):
         for root in roots:
             self._handles.append(root.register_load_state_dict_post_hook(on_weights))
         optimizer = self._optimizer()
-        if optimizer is not None and hasattr(optimizer, _STATE_HOOKS):  # a wrapper's class may not have called torch's
+        if optimizer is not None and has_state_hooks(optimizer):
             on_state = self._guard.hook("optimizer state loaded", self._on_optimizer_state)
             self._handles.append(optimizer.register_load_state_dict_post_hook(on_state))
 

@@ -17,9 +17,10 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.event_log import EventLog
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.agent.part import TRAINER, Job, Part
-from mxprobe.measuring.adapters.inventory import not_to_be_hooked
 from mxprobe.measuring.adapters.module_names import named_modules
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
+from mxprobe.measuring.compat import in_backward
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.versions.weight_noise import NoiseState, NormWeights
 from mxprobe.schema import Phase, TableRow

@@ -21,7 +21,8 @@ from mxprobe.agent.part import Job, Part
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.adapter import Reading, held
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain
+from mxprobe.measuring.compat import in_backward, is_checkpointed
+from mxprobe.measuring.isolation import is_off_limits, is_plain
 
 PLANTING = "_mxprobe_planting"
 """The module that holds the operators, where they are."""
@@ -116,9 +117,7 @@ class PlantedOps(Part):
 
 def _comes_again() -> bool:
     """Whether the graph runs in a region that is checkpointed around it: G will carry the ticket of the second run."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore
-    hooks = None if top is None or in_backward() else top(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return not in_backward() and is_checkpointed()
 
 
 def _addresses(probes: list[ModuleProbe]) -> dict[int, ModuleProbe]:

@@ -10,24 +10,23 @@ from torch import nn
 
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.context import Context
-from mxprobe.agent.inventory import NO_GRADIENT, module_rows
+from mxprobe.agent.module_rows import NO_GRADIENT, module_rows
 from mxprobe.agent.part import Job, Part
 from mxprobe.agent.probes.module_probe import ModuleProbe, any_rollout
 from mxprobe.agent.probes.router_probe import probe_of
 from mxprobe.events import Event
 from mxprobe.measuring.adapters.expert_numbers import first_experts
-from mxprobe.measuring.adapters.inventory import COMPILED, Entry, misfits, take_inventory
 from mxprobe.measuring.adapters.token_groups import token_group
-from mxprobe.measuring.moe.behaviour import OutputState
+from mxprobe.measuring.adapters.weight_modules import COMPILED, Entry, misfits, take_inventory
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
-from mxprobe.measuring.operands.bare_weights import WeightsSnapshot, copy_weights
+from mxprobe.measuring.operands.bare_weights import copy_weights
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import Recipe
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.schema import Phase, TableRow
 
 if TYPE_CHECKING:  # `typing` would keep what it is asked for here, and with it the modules of every attach
-    AnySnapshot = Union[Snapshot, ExpertsSnapshot, WeightsSnapshot]
+    AnySnapshot = Union[Snapshot, ExpertsSnapshot]
 
 _PLACE = ("phase", "role", "expert", "recipe")
 """Data of an event that say what it is about, beside its subject."""
@@ -46,7 +45,8 @@ class ProbedModules(Part):
         """Copied in the step under way."""
         self._recipes: dict[tuple[str, str], Recipe] = {}
         """The last exact recipe of each (module, phase)."""
-        self._experts = OutputState()
+        self._told: dict[tuple[str, str, int], Event] = {}
+        """What was told of each (module, phase, expert)."""
         self._found: set[tuple[Any, ...]] = set()
 
     def linears(self) -> dict[str, nn.Linear]:
@@ -127,7 +127,7 @@ class ProbedModules(Part):
             context.config,
             recipes=self._recipes,
             history=context.history,
-            experts=self._experts,
+            told=self._told,
             swallow=context.guard.swallow,
         )
         return (found for found in rows if found[0] != "events" or self._is_first(found[1]))

@@ -20,16 +20,18 @@ from mxprobe.agent.memory import megabytes
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.replay_allowance import Allowance, Plan, shapes_of
 from mxprobe.events import Event
-from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.adapters.expert_structure import is_router
+from mxprobe.measuring.compat import in_backward
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
-from mxprobe.measuring.isolation import in_backward, undisturbed
+from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.replay.arms import ROUTED, Arm, replay_arms
-from mxprobe.measuring.replay.call import Call, NotReplayableError, capture
+from mxprobe.measuring.replay.captured_call import Call, capture
+from mxprobe.measuring.replay.floor import Floor, measure_floor
 from mxprobe.measuring.replay.gradient_probes import probe_gradients
-from mxprobe.measuring.replay.paths import Floor, measure_floor
-from mxprobe.measuring.replay.policy import TOKEN_ARGUMENT, PolicyGradient, PolicyOutput, find_policy
+from mxprobe.measuring.replay.policy_output import TOKEN_ARGUMENT, PolicyGradient, PolicyOutput, find_policy
+from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, DEVICE_MAX_ROWS, Sensitivity, measure_sensitivity
-from mxprobe.measuring.replay.sharded import NotWholeError, is_sharded
+from mxprobe.measuring.replay.sharded import is_sharded
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.schema import TableRow
 
@@ -147,7 +149,7 @@ class Replays(Part):
             return
         try:
             self._entered.whole.take(module)
-        except NotWholeError as error:
+        except NotReplayableError as error:
             self._give_up(str(error))
 
     def _on_leave(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:

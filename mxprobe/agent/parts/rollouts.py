@@ -19,16 +19,17 @@ from mxprobe.agent.guard import Hook
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.compat import in_backward
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.weights import effective_weight
-from mxprobe.measuring.replay.policy import find_policy
+from mxprobe.measuring.replay.policy_output import find_policy
 from mxprobe.measuring.sampling import seed_of
-from mxprobe.measuring.tokens.batch import Batch
 from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
-from mxprobe.measuring.tokens.head import find_head
+from mxprobe.measuring.tokens.lm_head import find_head
 from mxprobe.measuring.tokens.logprobs import Scored, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
 from mxprobe.measuring.tokens.rollout_measurement import Measurement, not_measured
+from mxprobe.measuring.tokens.training_batch import Batch
 
 MAX_MICRO_BATCHES = 16
 

@@ -23,7 +23,8 @@ from mxprobe.agent.context import Context
 from mxprobe.agent.part import Part
 from mxprobe.agent.stepping import between_steps
 from mxprobe.events import Event, Tell
-from mxprobe.measuring.adapters.inventory import has_fused_path, is_compiled
+from mxprobe.measuring.adapters.weight_modules import has_fused_path
+from mxprobe.measuring.compat import is_compiled
 
 Answer = dict[str, Any]
 _HOOK_PATIENCE_S = 10.0

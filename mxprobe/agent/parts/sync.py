@@ -18,8 +18,8 @@ from torch import nn
 
 from mxprobe.agent.context import Context
 from mxprobe.agent.part import ROLLOUT, Job, Part
-from mxprobe.agent.taps.splices import Splices
-from mxprobe.agent.taps.table import Tap
+from mxprobe.agent.taps.splicing import Splices
+from mxprobe.agent.taps.tap_table import Tap
 from mxprobe.events import WEIGHT_SYNC, Event
 from mxprobe.measuring.engines.fingerprints import engine_rows, hashed_of, not_comparable_row
 from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, weights_of

@@ -11,11 +11,11 @@ from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.parts.probed_modules import ProbedModules
 from mxprobe.agent.probes.expert_versions import copy_expert_versions
 from mxprobe.agent.probes.experts_probe import ExpertsProbe
-from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.adapters.expert_structure import is_router
 from mxprobe.measuring.engines.fingerprints import trainer_rows
 from mxprobe.measuring.sampling import spread
-from mxprobe.measuring.versions.updates import update_row
 from mxprobe.measuring.versions.weight_history import RECENT, Copies, Version, copy_versions
+from mxprobe.measuring.versions.weight_updates import update_row
 from mxprobe.schema import WEIGHT_CODES, TableRow
 
 UPDATES_EVERY = RECENT + 1

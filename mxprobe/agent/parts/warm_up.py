@@ -18,7 +18,8 @@ from torch import nn
 from mxprobe.agent.part import Part
 from mxprobe.agent.worker import Worker
 from mxprobe.events import Event, Tell
-from mxprobe.measuring.operands.operand import Operand, measure_corrections, measure_operand
+from mxprobe.measuring.operands.operand import Operand, measure_operand
+from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.protocol import AgentConfig
 from mxprobe.schema import Role
 from mxprobe_kernels.frontend import has_triton
@@ -96,10 +97,10 @@ def measure_zeros(device: torch.device, dtype: torch.dtype, config: AgentConfig)
     """All that is done with an operand, of each kind that comes: rows and columns of W, in its dtype and in float32."""
     for size in SIZES:
         for kind in dict.fromkeys((dtype, torch.float32)):
-            a = torch.zeros(size, size, dtype=kind, device=device)
-            for role, each in ((Role.W_FWD, a), (Role.W_DGRAD, a.T)):
+            a = torch.zeros(1, size, size, dtype=kind, device=device)
+            for role, each in ((Role.W_FWD, a), (Role.W_DGRAD, a.mT)):
                 measured = measure_operand(
-                    Operand(role, each, a[:, :32], 1.0, size), format=config.format, rule=config.rule
+                    Operand(role, each, a[..., :32], 1.0, size), format=config.format, rule=config.rule
                 )
                 for _ in measure_corrections([measured], config.whatifs):
                     pass

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 
 from mxprobe.agent.probes.experts_probe import ExpertsProbe
-from mxprobe.measuring.adapters.structure import expert_parameters
-from mxprobe.measuring.engines.stacks import HashedStack, copy_stacks
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
+from mxprobe.measuring.engines.hashed_stacks import HashedStack, copy_stacks
 from mxprobe.measuring.isolation import is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.measuring.operands.weights import WATCHED_BYTES

@@ -20,9 +20,10 @@ from mxprobe.agent.probes.many_experts import ManyExpertsProbe
 from mxprobe.agent.probes.module_probe import TAKEN_OUT, own_tensor
 from mxprobe.measuring.adapters.adapter import Reading, first_argument
 from mxprobe.measuring.adapters.expert_numbers import own_experts
-from mxprobe.measuring.adapters.inventory import has_fused_path, is_compiled
-from mxprobe.measuring.adapters.structure import expert_parameters
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.adapters.expert_structure import expert_parameters
+from mxprobe.measuring.adapters.weight_modules import has_fused_path
+from mxprobe.measuring.compat import in_backward, is_compiled
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot, Piece, copy_gemm
 from mxprobe.measuring.moe.gemm import Gemm
 from mxprobe.schema import Phase

@@ -16,13 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Union
 
 import torch
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,  # pyright: ignore[reportPrivateUsage]
-    _pop_mode,  # pyright: ignore[reportPrivateUsage]
-    _push_mode,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.overrides import TorchFunctionMode
 
+from mxprobe.measuring.compat import take_off_function_mode, without_torch_function
 from mxprobe.measuring.isolation import is_plain
 from mxprobe.measuring.moe.gemm import Gemm
 
@@ -80,7 +76,7 @@ class GemmWatch(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if not self._is_muted and type(out) is torch.Tensor and not torch.compiler.is_compiling():
             try:
-                with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+                with without_torch_function():
                     self._look(getattr(func, "__name__", ""), args, kwargs or {}, out)
             except Exception as error:
                 self._on_error(error)
@@ -98,15 +94,8 @@ class GemmWatch(TorchFunctionMode):
 
     def leave(self) -> None:
         """Take the mode off, also where another that was entered later is still on; in the thread it is on in."""
-        above: list[Any] = []
-        top: Any = None
-        while (top := _get_current_function_mode()) is not None and top is not self:
-            above.append(_pop_mode())
-        if top is self:
-            _pop_mode()
         self._thread = 0
-        for mode in reversed(above):
-            _push_mode(mode)
+        take_off_function_mode(self)
 
     def mute(self) -> None:
         """Let go of all that it holds and look at nothing from now on; from any thread, where none can take it off."""
@@ -201,7 +190,6 @@ def _gemm(product: _Product, found: tuple[_Root, Which], out: torch.Tensor) -> G
     if flat.shape[-1] != weight.shape[-1] or out.numel() != flat.shape[0] * weight.shape[-2]:
         return None
     return Gemm(
-        parameter=root.parameter,
         expert=which if isinstance(which, int) else 0 if weight.dim() == 2 else None,
         experts=which if isinstance(which, torch.Tensor) else None,
         offsets=product.offsets,

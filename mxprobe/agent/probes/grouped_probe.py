@@ -51,7 +51,6 @@ class GroupedProbe(ManyExpertsProbe):
             shape = weights[0].detach().expand(len(weights), *weights[0].shape)
             layout = self._layout(shape, self.first_expert)
             gemm = Gemm(
-                parameter=self.part,
                 expert=None,
                 experts=None,
                 offsets=_ends(self._splits, x.device),

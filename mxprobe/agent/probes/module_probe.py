@@ -27,8 +27,9 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.measuring.adapters.adapter import Reading
-from mxprobe.measuring.adapters.table import adapter_of
-from mxprobe.measuring.isolation import in_backward, is_off_limits, is_plain, undisturbed
+from mxprobe.measuring.adapters.families import adapter_of
+from mxprobe.measuring.compat import base_of, in_backward
+from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.copying import n_rows, snapshot_of
 from mxprobe.measuring.operands.extent import Extent, element_bytes
 from mxprobe.measuring.operands.snapshot import Snapshot
@@ -337,7 +338,7 @@ def own_tensor(output: torch.Tensor) -> torch.Tensor:
 
     A view of a part of something larger is returned as it is.
     """
-    base = output._base  # pyright: ignore[reportPrivateUsage]
+    base = base_of(output)
     if base is None or base.grad_fn is None or base.numel() != output.numel() or not is_plain(base):
         return output
     return base if base.is_contiguous() and output.is_contiguous() else output

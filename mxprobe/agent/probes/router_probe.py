@@ -11,9 +11,9 @@ from mxprobe.agent.probes.experts_probe import ExpertsProbe
 from mxprobe.agent.probes.grouped_probe import GroupedProbe
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.measuring.adapters.adapter import Reading
-from mxprobe.measuring.adapters.experts import chosen_of
-from mxprobe.measuring.adapters.structure import expert_parameters, is_router
-from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.adapters.expert_structure import expert_parameters, is_router
+from mxprobe.measuring.adapters.families import adapter_of
+from mxprobe.measuring.adapters.fused_experts import chosen_of
 from mxprobe.measuring.adapters.transformer_engine import GroupedLinearAdapter
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import Snapshot

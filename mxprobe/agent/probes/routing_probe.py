@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from mxprobe.agent.probes.forward_hooks import ForwardHooks, Guarded
-from mxprobe.measuring.adapters.experts import chosen_of
-from mxprobe.measuring.adapters.inventory import not_to_be_hooked
+from mxprobe.measuring.adapters.expert_structure import is_router
+from mxprobe.measuring.adapters.fused_experts import chosen_of
 from mxprobe.measuring.adapters.module_names import named_modules
-from mxprobe.measuring.adapters.structure import is_router
+from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.isolation import undisturbed
-from mxprobe.measuring.tokens.flips import Flips
 from mxprobe.measuring.tokens.generation import Generation, is_measured, measured_positions
 from mxprobe.measuring.tokens.matching import Match
+from mxprobe.measuring.tokens.routing_flips import Flips
 
 MAX_MICRO_BATCHES = 16
 

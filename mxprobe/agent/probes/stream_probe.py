@@ -16,9 +16,17 @@ import torch
 from torch import nn
 
 from mxprobe.agent.probes.forward_hooks import ForwardHooks, Guarded
-from mxprobe.measuring.adapters.inventory import has_fused_path, is_compiled, not_to_be_hooked
+from mxprobe.measuring.adapters.weight_modules import has_fused_path, not_to_be_hooked
+from mxprobe.measuring.compat import is_compiled
 from mxprobe.measuring.isolation import undisturbed
-from mxprobe.measuring.replay.residuals import Difference, blocks_of, difference, projected, stream_of
+from mxprobe.measuring.replay.residual_stream import (
+    GENERATION_TRAINING,
+    LayerDifference,
+    blocks_of,
+    difference,
+    projected,
+    stream_of,
+)
 from mxprobe.measuring.tokens.generation import Generation
 from mxprobe.measuring.tokens.matching import Match
 
@@ -101,16 +109,16 @@ class StreamTap(ForwardHooks):
             rows = stream[match.row[:, None], at.clamp(0, stream.shape[1] - 1)]
             self._train[name] = _Side(projected(rows), valid, eps)
 
-    def finish(self) -> list[tuple[str, int, Difference, float]]:
-        """(block, depth, difference, eps) of the step that is over; on the device, nothing waited for."""
+    def finish(self) -> list[LayerDifference]:
+        """Return how each block's stream differed in the step that is over; on the device, nothing waited for."""
         rollout, train = self._rollout, self._train
         self.forget()
-        found: list[tuple[str, int, Difference, float]] = []
+        found: list[LayerDifference] = []
         for name, a in train.items():
             b = rollout.get(name)
             if b is not None and a.sketch.shape == b.sketch.shape:
                 valid = (a.valid & b.valid).reshape(-1)
                 k = a.sketch.shape[-1]
                 made = difference(a.sketch.reshape(-1, k), b.sketch.reshape(-1, k), valid)
-                found.append((name, self._depth[name], made, max(a.eps, b.eps)))
+                found.append(LayerDifference(name, self._depth[name], GENERATION_TRAINING, made, max(a.eps, b.eps)))
         return found

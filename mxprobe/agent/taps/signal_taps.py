@@ -12,10 +12,9 @@ import sys
 import time
 from typing import Any, Callable
 
-from mxprobe.agent.taps.splice import is_loaded
-from mxprobe.agent.taps.splices import Splices, wrapped
-from mxprobe.agent.taps.table import FRAMEWORK_PACKAGES, TAPS, Tap
-from mxprobe.agent.taps.values import is_on_device, scalar
+from mxprobe.agent.taps.scalars import is_on_device, scalar
+from mxprobe.agent.taps.splicing import Splices, is_loaded, wrapped
+from mxprobe.agent.taps.tap_table import FRAMEWORK_PACKAGES, TAPS, Tap
 from mxprobe.events import Event, Tell
 from mxprobe.schema import Row
 

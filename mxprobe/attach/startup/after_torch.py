@@ -1,4 +1,4 @@
-"""What the start-up hook has to do once torch has been imported, by whomever.
+"""What the start-up hook does once anybody has imported torch.
 
 Loaded by path by the `sitecustomize` beside it. Standard library only and Python 3.9 syntax.
 """
@@ -17,7 +17,7 @@ def arrange(then: Callable[[], None], otherwise: str) -> None:
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds nothing itself: has the import of torch followed by ours."""
+    """Finds nothing itself. It has our call follow the import of torch."""
 
     def __init__(self, then: Callable[[], None], otherwise: str) -> None:
         self._then = then

@@ -55,7 +55,7 @@ class _Observed(torch.autograd.Function):
 
 
 def plant() -> None:
-    """Before anything is compiled. RuntimeError for a torch that cannot have it."""
+    """Plant the operators; to be called before anything is compiled. RuntimeError for a torch that cannot have them."""
     if not (hasattr(torch.library, "register_fake") and hasattr(torch.compiler, "is_dynamo_compiling")):
         raise RuntimeError(f"torch {torch.__version__} is older than 2.6")
     _define()
@@ -76,7 +76,7 @@ def plant() -> None:
 
 
 def _is_watched(y: Any, x: Any, w: Any) -> bool:
-    """Decided while the graph is traced."""
+    """Return whether operators go behind this call. It is decided while the graph is traced."""
     if type(x) is not torch.Tensor or type(w) is not nn.Parameter or not torch.is_grad_enabled():
         return False
     if _is_exporting is not None and _is_exporting():
@@ -87,7 +87,7 @@ def _is_watched(y: Any, x: Any, w: Any) -> bool:
 
 
 def _is_computed_twice() -> bool:
-    """Whether a checkpointed region is traced. There y would be computed once more for the sake of `observe`."""
+    """Return whether a checkpointed region is traced. There, `observe` would have y computed once more."""
     if "recompute" in fx_traceback.get_current_meta():  # torch 2.6
         return True
     modes = _python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
@@ -95,7 +95,7 @@ def _is_computed_twice() -> bool:
 
 
 def _define() -> None:
-    """Once in a process; operators cannot be taken back."""
+    """Define the operators once in a process; they cannot be taken back."""
     global _library
     if _library is not None:
         return

@@ -30,7 +30,7 @@ def _emulate() -> None:
     line = os.environ.get("MXPROBE_EMULATE")
     if line:
         directories = os.environ["MXPROBE_PACKAGES"].split(os.pathsep)
-        _after_torch(lambda: _ours("emulation").start(line, directories), "nothing is emulated")
+        _after_torch(lambda: _ours("emulate").start(line, directories), "nothing is emulated")
 
 
 def _plant() -> None:
@@ -48,7 +48,7 @@ def _after_torch(then: Callable[[], None], otherwise: str) -> None:
 
 
 def _ours(name: str) -> Any:
-    """The module of that name beside this one, loaded once."""
+    """Return the module of that name beside this one, loaded once."""
     full = f"_mxprobe_{name}"
     return sys.modules.get(full) or _load(full, os.path.join(_HERE, f"{name}.py"))
 

@@ -20,7 +20,7 @@ from mxprobe.measuring.isolation import is_plain
 
 
 def first_experts(roots: Sequence[nn.Module]) -> dict[int, int]:
-    """id of a module -> number in the whole model of its first expert, below every layer that says so."""
+    """Return id of a module -> number in the whole model of its first expert, below every layer that says so."""
     found: dict[int, int] = {}
     for module in (module for root in roots for module in root.modules()):
         indices = held(module, "local_expert_indices")
@@ -30,7 +30,7 @@ def first_experts(roots: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def own_experts(parameter: Any, first: int) -> tuple[torch.Tensor, int] | None:
-    """This rank's matrices [E, a, b] and the number of the first; None where they are no whole matrices."""
+    """Return this rank's matrices [E, a, b] and the number of the first; None where they are no whole matrices."""
     if is_plain(parameter):
         return parameter, first
     if not is_dtensor(parameter):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.measuring.adapters.adapter import Reading, Rows, Signature, Unread, held
-from mxprobe.measuring.adapters.linear import LinearAdapter
+from mxprobe.measuring.adapters.adapter import Reading, Signature, Unread, held
+from mxprobe.measuring.adapters.torch_linear import LinearAdapter
 from mxprobe.measuring.isolation import is_plain
 
 
@@ -58,10 +58,10 @@ class ModelOptAdapter(_SubclassAdapter):
             return before  # a sequence of quantizers rounds after one another: x is still their operand
         return self.quantizer.misfit(quantizer)
 
-    def read(
-        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    def reading(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
-        reading = super().read(module, part, args, kwargs, output)
+        reading = super().reading(module, x, y, args, kwargs)
         quantizer = held(module, "input_quantizer")
         if isinstance(reading, str) or not isinstance(quantizer, nn.Module):
             return reading
@@ -73,8 +73,4 @@ class ModelOptAdapter(_SubclassAdapter):
             return reading
         if not is_plain(scale):
             return f"its input quantizer scales x by a {type(scale).__name__}"
-        return reading._replace(operand=_scaled(scale))
-
-
-def _scaled(scale: torch.Tensor) -> Rows:
-    return lambda x: x * scale.detach()
+        return reading._replace(operand=lambda rows: rows * scale.detach())

@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.measuring.adapters.adapter import (
-    Adapter,
-    Reading,
-    Rows,
-    Signature,
-    Unread,
-    held,
-    input_and_output,
-)
+from mxprobe.measuring.adapters.adapter import Adapter, Reading, Signature, Unread, first_of, held
 from mxprobe.measuring.adapters.placement import Placement, Shard
 
 VERSION = "megatron-core 0.16.1"
@@ -34,15 +26,13 @@ SUMMED = "y is the sum over tensor-parallel ranks: the own product of the layer 
 
 
 class _MegatronAdapter(Adapter):
-    def weight(self, module: nn.Module, part: str) -> Any:
-        return held(module, "weight")
+    argument = "input_"
 
     def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
         return None if held(module, "skip_bias_add") else held(module, "bias")
 
-    def shard(self, module: nn.Module) -> tuple[Shard, str]:
-        """(place among the tensor-parallel ranks, token group)."""
-        return shard_of(held(module, "tp_group"))
+    def output_of(self, module: nn.Module, output: Any) -> Any:
+        return first_of(output)
 
 
 class ColumnParallelAdapter(_MegatronAdapter):
@@ -53,39 +43,26 @@ class ColumnParallelAdapter(_MegatronAdapter):
             "ColumnParallelLinear",
             VERSION,
             ("input_", "weight", "runtime_gather_output"),
-            *(("input_size", "output_size_per_partition", "gather_output", "skip_bias_add", "sequence_parallel"),),
+            ("input_size", "output_size_per_partition", "gather_output", "skip_bias_add", "sequence_parallel"),
         ),
     )
 
     def shape(self, module: nn.Module, part: str) -> tuple[int, int]:
         return held(module, "output_size_per_partition"), held(module, "input_size")
 
-    def read(
-        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    def reading(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
-        both = input_and_output(args, kwargs, "input_", output)
-        if isinstance(both, str):
-            return both
-        x, y = both
-        shard, group = self.shard(module)
+        shard, group = shard_of(held(module, "tp_group"))
         n_out = held(module, "output_size_per_partition")
         columns = (shard.index * n_out, n_out) if y.shape[-1] > n_out else None
         tokens = shard if is_part(x, y, shard) else Shard()
-        own = y.detach().reshape(-1, y.shape[-1])
+        own = own_rows(y, x, tokens)
         if columns is not None:
             own = own.narrow(1, *columns)
-        if tokens.count > 1:
-            n = rows_of(x)
-            own = own.narrow(0, shard.index * n, n)
         given = args[1] if len(args) > 1 else kwargs.get("weight")
-        return Reading(
-            x,
-            y,
-            own,
-            placement=Placement(group, out_features=shard, x_tokens=tokens),
-            columns=columns,
-            weight=given,
-        )
+        placement = Placement(group, out_features=shard, x_tokens=tokens)
+        return Reading(x, y, own, placement=placement, columns=columns, weight=given)
 
 
 class RowParallelAdapter(_MegatronAdapter):
@@ -103,28 +80,26 @@ class RowParallelAdapter(_MegatronAdapter):
     def shape(self, module: nn.Module, part: str) -> tuple[int, int]:
         return held(module, "output_size"), held(module, "input_size_per_partition")
 
-    def read(
-        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    def reading(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
-        both = input_and_output(args, kwargs, "input_", output)
-        if isinstance(both, str):
-            return both
-        x, y = both
-        shard, group = self.shard(module)
+        shard, group = shard_of(held(module, "tp_group"))
         n_in = held(module, "input_size_per_partition")
-        g_tokens = shard if is_part(y, x, shard) else Shard()
-        return Reading(
-            x,
-            y,
-            y if shard.count == 1 else None,
-            "" if shard.count == 1 else SUMMED,
-            Placement(group, in_features=shard, g_tokens=g_tokens),
-            own_columns(shard.index * n_in, n_in) if x.shape[-1] > n_in else None,
-        )
+        columns = (lambda rows: rows.narrow(-1, shard.index * n_in, n_in)) if x.shape[-1] > n_in else None
+        return row_parallel(x, y, shard, group)._replace(operand=columns)
+
+
+def row_parallel(x: torch.Tensor, y: torch.Tensor, shard: Shard, group: str) -> Reading:
+    """Return what a layer shows whose weight is split along its in-features: y is the sum over ranks."""
+    tokens = shard if is_part(y, x, shard) else Shard()
+    placement = Placement(group, in_features=shard, g_tokens=tokens)
+    if shard.count > 1:
+        return Reading(x, y, None, SUMMED, placement)
+    return Reading(x, y, y, placement=placement)
 
 
 def shard_of(group: Any) -> tuple[Shard, str]:
-    """(place in a process group, `r` and its lowest rank); the whole, of no group, where there is none."""
+    """Return the place in a process group, and `r` with its lowest rank; the whole, of no group, without one."""
     if group is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return Shard(), ""
     size = int(group.size())
@@ -134,15 +109,16 @@ def shard_of(group: Any) -> tuple[Shard, str]:
     return Shard(int(group.rank()), size), f"r{min(ranks)}"
 
 
-def rows_of(x: torch.Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
 def is_part(part: torch.Tensor, whole: torch.Tensor, shard: Shard) -> bool:
-    """Whether one tensor has the tokens of one rank and the other those of all."""
-    return shard.count > 1 and rows_of(part) * shard.count == rows_of(whole)
+    """Say whether one tensor has the tokens of one rank and the other those of all."""
+    return shard.count > 1 and _n_rows(part) * shard.count == _n_rows(whole)
 
 
-def own_columns(first: int, n: int) -> Rows:
-    """Rows of x -> their columns that are this rank's."""
-    return lambda x: x.narrow(-1, first, n)
+def own_rows(y: torch.Tensor, x: torch.Tensor, tokens: Shard) -> torch.Tensor:
+    """Return the rows [R_x, O] of y that belong to the rows of x, where x has this shard of the tokens of y."""
+    rows = y.detach().reshape(-1, y.shape[-1])
+    return rows.narrow(0, tokens.index * _n_rows(x), _n_rows(x)) if tokens.count > 1 else rows
+
+
+def _n_rows(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]

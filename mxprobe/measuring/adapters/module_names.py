@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mxprobe.measuring.adapters.identity import Identity
+from mxprobe.measuring.adapters.layer_numbers import Identity
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def named_modules(roots: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) below the roots, each module once; names without what DDP and torch.compile put in front.
+    """Yield (name, module) below the roots, each once; names without what DDP and torch.compile put in front.
 
-    Layers and experts are called by their index in the whole model, see `mxprobe.measuring.adapters.identity`. With
-    several roots a name begins with its root's class, unless they are parts of one model that number their layers.
+    Layers and experts are called by their index in the whole model, see `mxprobe.measuring.adapters.layer_numbers`.
+    With several roots a name begins with its root's class, unless they are parts of one model that number their
+    layers.
     """
     found: list[list[tuple[str, nn.Module]]] = []
     seen: set[int] = set()
@@ -47,7 +48,7 @@ def _prefixes(roots: list[nn.Module]) -> list[str]:
 
 
 def plain_name(name: str) -> str:
-    """A dotted name without leading wrapper components, and without `_orig_mod` anywhere."""
+    """Return a dotted name without leading wrapper components, and without `_orig_mod` anywhere."""
     stripped = True
     while stripped:
         stripped = False

@@ -1,4 +1,4 @@
-"""Which part of a GEMM's operands this rank holds, so that ranks can be added without counting anything twice.
+"""The part of a GEMM's operands that this rank holds, so that ranks can be added without counting anything twice.
 
     operand    axes              sharded by
     X          tokens x in       tokens: data and sequence parallelism; in: a row-parallel weight
@@ -31,10 +31,10 @@ _ALL = Shard()
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one GEMM on one rank. Whole but for what is given."""
+    """The part of one GEMM that is on one rank; the whole but for what is given."""
 
     token_group: str = ""
-    """Whose tokens these are; the same on ranks that compute on the same ones."""
+    """The group whose tokens these are; the same on ranks that compute on the same ones."""
     out_features: Shard = _ALL
     in_features: Shard = _ALL
     x_tokens: Shard = _ALL
@@ -43,11 +43,11 @@ class Placement:
     """... and G."""
 
     def within(self, token_group: str) -> Placement:
-        """The same, where it does not say whose tokens they are."""
+        """Return the same placement with this group, where it does not say whose tokens they are."""
         return self if self.token_group else replace(self, token_group=token_group)
 
     def words(self, role: Role) -> str:
-        """How a row of that role is placed."""
+        """Say how a row of that role is placed."""
         sides = {
             "x": (self._tokens(self.x_tokens), self.in_features.words("in")),
             "w": (self.out_features.words("out"), self.in_features.words("in")),
@@ -63,7 +63,7 @@ class Placement:
         return f"tokens={self.token_group}:{shard.index}/{shard.count}"
 
     def edge_blocks(self, role: Role, length: int, n_rows: int, block: int) -> int:
-        """Blocks, of `n_rows` rows of `length` elements along the contraction, that one GPU would form differently.
+        """Count blocks of `n_rows` rows of `length` elements along the contraction that one GPU would form differently.
 
         A shard that does not begin on a multiple of the block has all its blocks elsewhere; one that merely does not
         end on one has its last block cut short.

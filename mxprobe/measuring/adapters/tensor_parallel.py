@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import Reading, Unread, first_argument, held, unreadable
-from mxprobe.measuring.adapters.linear import LinearAdapter
 from mxprobe.measuring.adapters.placement import Placement, Shard
+from mxprobe.measuring.adapters.torch_linear import LinearAdapter
 from mxprobe.measuring.isolation import is_plain
 
 OUT_FEATURES, IN_FEATURES = 0, 1
@@ -57,7 +57,7 @@ class TensorParallelAdapter(LinearAdapter):
         return Reading(x, output, y, placement=placement, weight=w)
 
     def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
-        """A row-parallel bias is added on one rank only, which is the product's business: its y keeps it."""
+        """Return the rank's bias. A row-parallel one is added on one rank only, and the y of that rank contains it."""
         bias = held(module, "bias")
         return local(bias) if bias is not None else None
 
@@ -72,7 +72,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> torch.Tensor | None:
-    """The rank's own part of a DTensor, a plain tensor itself; None of anything else."""
+    """Return the rank's own part of a DTensor, a plain tensor itself; None for anything else."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     if type(tensor).__name__ == "AsyncCollectiveTensor":

@@ -14,7 +14,7 @@ from mxprobe.measuring.adapters.tensor_parallel import is_dtensor
 
 
 def token_group(roots: Sequence[nn.Module]) -> str:
-    """`r` and the lowest rank of those whose tokens a replicated module of this model shares; "" without ranks.
+    """Return `r` and the lowest rank of those that share the tokens of a replicated module; "" without ranks.
 
     That is the model's tensor-parallel group; this rank alone where there is none, or where sequence parallelism
     gives every rank of it tokens of its own. Called between steps, when FSDP2 holds weights along its own mesh.
@@ -37,7 +37,7 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 
 def _tensor_parallel(weight: Any, sharded: bool) -> str:
-    """The group of a DTensor's mesh; of its last dimension where FSDP2 has put its own before it."""
+    """Return the group of a DTensor's mesh; of its last dimension where FSDP2 has put its own before it."""
     if not is_dtensor(weight) or weight.device_mesh.ndim != 1 + sharded:
         return ""
     ranks = weight.device_mesh.mesh

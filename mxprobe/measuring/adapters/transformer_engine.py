@@ -31,35 +31,36 @@ from mxprobe.measuring.adapters.adapter import (
     Signature,
     Unread,
     first_argument,
+    first_of,
     held,
-    input_and_output,
     unreadable,
 )
-from mxprobe.measuring.adapters.megatron import SUMMED, is_part, rows_of, shard_of
+from mxprobe.measuring.adapters.megatron import is_part, own_rows, row_parallel, shard_of
 from mxprobe.measuring.adapters.placement import Placement, Shard
 from mxprobe.measuring.isolation import is_plain
 
 VERSION = "transformer-engine 2.20.2"
 _CALL = ("inp", "is_first_microbatch")
 _PARALLEL = ("tp_size", "tp_group", "sequence_parallel")
+_LINEAR = ("in_features", "out_features", "weight_names", "parallel_mode", "apply_bias")
 _NORM = ("eps", "normalization", "zero_centered_gamma", "layer_norm_weight")
 FC1, FC2 = "fc1", "fc2"
 
 
-class TransformerEngineAdapter(Adapter):
-    family = "TransformerEngine Linear"
-    signatures = (
-        Signature(
-            "transformer_engine",
-            "Linear",
-            VERSION,
-            (*_CALL, "fp8_output", "fp8_grad"),
-            ("in_features", "out_features", "weight_names", "parallel_mode", "apply_bias", *_PARALLEL),
-        ),
-    )
+def _signature(class_name: str, forward: tuple[str, ...], *attributes: str) -> tuple[Signature, ...]:
+    return (Signature("transformer_engine", class_name, VERSION, forward, (*attributes, *_PARALLEL)),)
 
-    def shape(self, module: nn.Module, part: str) -> tuple[int, int]:
-        return held(module, "out_features"), held(module, "in_features")
+
+class _EngineAdapter(Adapter):
+    argument = "inp"
+
+    def output_of(self, module: nn.Module, output: Any) -> Any:
+        return first_of(output)
+
+
+class TransformerEngineAdapter(_EngineAdapter):
+    family = "TransformerEngine Linear"
+    signatures = _signature("Linear", (*_CALL, "fp8_output", "fp8_grad"), *_LINEAR)
 
     def weight(self, module: nn.Module, part: str) -> Any:
         return stacked([master(held(module, name)) for name in held(module, "weight_names")])
@@ -72,55 +73,32 @@ class TransformerEngineAdapter(Adapter):
     def operand(self, module: nn.Module) -> Rows | None:
         return None
 
-    def read(
-        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    def reading(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
-        both = input_and_output(args, kwargs, "inp", output)
-        if isinstance(both, str):
-            return both
-        x, y = both
         shard, group = shard_of(held(module, "tp_group"))
         mode, operand = held(module, "parallel_mode"), self.operand(module)
         if mode == "column":
-            tokens, own = Shard(), y
-            if is_part(x, y, shard):
-                tokens, n = shard, rows_of(x)
-                own = y.detach().reshape(-1, y.shape[-1]).narrow(0, shard.index * n, n)
+            tokens = shard if is_part(x, y, shard) else Shard()
+            own = own_rows(y, x, tokens) if tokens.count > 1 else y
             placement = Placement(group, out_features=shard, x_tokens=tokens)
             return Reading(x, y, own, placement=placement, operand=operand)
         if mode == "row" and shard.count > 1:
-            tokens = shard if is_part(y, x, shard) else Shard()
-            return Reading(x, y, None, SUMMED, Placement(group, in_features=shard, g_tokens=tokens), operand)
+            return row_parallel(x, y, shard, group)._replace(operand=operand)
         return Reading(x, y, y, placement=Placement(group), operand=operand)
 
 
 class LayerNormLinearAdapter(TransformerEngineAdapter):
     family = "TransformerEngine LayerNormLinear"
-    signatures = (
-        Signature(
-            "transformer_engine",
-            "LayerNormLinear",
-            VERSION,
-            (*_CALL, "fp8_output", "fp8_grad"),
-            ("in_features", "out_features", "weight_names", "parallel_mode", "apply_bias", *_PARALLEL, *_NORM),
-        ),
-    )
+    signatures = _signature("LayerNormLinear", (*_CALL, "fp8_output", "fp8_grad"), *_LINEAR, *_NORM)
 
     def operand(self, module: nn.Module) -> Rows | None:
         return norm_of(module)
 
 
-class LayerNormMLPAdapter(Adapter):
+class LayerNormMLPAdapter(_EngineAdapter):
     family = "TransformerEngine LayerNormMLP"
-    signatures = (
-        Signature(
-            "transformer_engine",
-            "LayerNormMLP",
-            VERSION,
-            _CALL,
-            ("fc1_weight", "fc2_weight", *_PARALLEL, *_NORM),
-        ),
-    )
+    signatures = _signature("LayerNormMLP", _CALL, "fc1_weight", "fc2_weight", *_NORM)
 
     def parts(self, module: nn.Module) -> tuple[str, ...]:
         return (FC1,)
@@ -136,57 +114,35 @@ class LayerNormMLPAdapter(Adapter):
     def weight(self, module: nn.Module, part: str) -> Any:
         return master(held(module, "fc1_weight"))
 
-    def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
-        return None
-
     def read(
         self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> Reading | Unread:
-        x = first_argument(args, kwargs, "inp")
+        x = first_argument(args, kwargs, self.argument)
         if not is_plain(x):
             return unreadable(x, output)
         shard, group = shard_of(held(module, "tp_group"))
         tokens = shard if held(module, "sequence_parallel") else Shard()
-        return Reading(
-            x,
-            None,
-            None,
-            "the output of fc1, and its gradient, stay inside the fused LayerNormMLP",
-            Placement(group, out_features=shard, x_tokens=tokens),
-            norm_of(module),
-        )
+        withheld = "the output of fc1, and its gradient, stay inside the fused LayerNormMLP"
+        placement = Placement(group, out_features=shard, x_tokens=tokens)
+        return Reading(x, None, None, withheld, placement, norm_of(module))
 
 
-class GroupedLinearAdapter(Adapter):
+class GroupedLinearAdapter(_EngineAdapter):
     """E experts in one call, rows of each behind one another; (output, biases) where it returns its biases."""
 
     family = "TransformerEngine GroupedLinear"
-    signatures = (
-        Signature(
-            "transformer_engine",
-            "GroupedLinear",
-            VERSION,
-            ("inp", "m_splits", "is_first_microbatch"),
-            ("num_gemms", "in_features", "out_features", "apply_bias", "parallel_mode", *_PARALLEL),
-        ),
+    signatures = _signature(
+        "GroupedLinear",
+        ("inp", "m_splits", "is_first_microbatch"),
+        *("num_gemms", "in_features", "out_features", "apply_bias", "parallel_mode"),
     )
-
-    def shape(self, module: nn.Module, part: str) -> tuple[int, int]:
-        return held(module, "out_features"), held(module, "in_features")
 
     def weight(self, module: nn.Module, part: str) -> Any:
         return None  # one each of many experts
 
-    def bias(self, module: nn.Module, part: str) -> torch.Tensor | None:
-        return None
-
-    def read(
-        self, module: nn.Module, part: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    def reading(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Reading | Unread:
-        both = input_and_output(args, kwargs, "inp", output)
-        if isinstance(both, str):
-            return both
-        x, y = both
         if held(module, "tp_size") > 1:
             return "its experts are spread over tensor-parallel ranks"
         if splits_of(args, kwargs) is None:
@@ -195,38 +151,36 @@ class GroupedLinearAdapter(Adapter):
 
 
 def splits_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`m_splits` of a call of GroupedLinear: E numbers of rows, a list or a tensor."""
+    """Return `m_splits` of a call of GroupedLinear: E numbers of rows, a list or a tensor."""
     return args[1] if len(args) > 1 else kwargs.get("m_splits")
 
 
 def experts_of_grouped(module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
-    """W_e [O, K] of each expert in high precision, and b_e [O] that y contains; no bias: an empty list."""
+    """Return W_e [O, K] of each expert in high precision, and b_e [O] that y contains (an empty list without bias)."""
     n = held(module, "num_gemms")
     biases = [held(module, f"bias{e}") for e in range(n)] if held(module, "apply_bias") else []
     return [master(held(module, f"weight{e}")) for e in range(n)], biases
 
 
 def master(weight: Any) -> Any:
-    """W in high precision: the parameter where it is plain, else the optimizer's copy of it; None without one."""
+    """Return W in high precision: the parameter where it is plain, else the optimizer's copy; None without one."""
     if is_plain(weight):
         return weight
-    main: Any = getattr(
-        weight, "main_param", None
-    )  # Megatron-Core 0.16.1: [n], flat; of a part of W where it is sharded
+    main: Any = getattr(weight, "main_param", None)  # Megatron-Core 0.16.1: [n], flat; a part of W where sharded
     if is_plain(main) and main.numel() == weight.numel():
         return main.detach().reshape(weight.shape)
     return None
 
 
 def stacked(parts: Sequence[Any]) -> torch.Tensor | None:
-    """Parameters that the module concatenates along out-features; None where one is not plain."""
+    """Join parameters that the module concatenates along out-features; None where one is not plain."""
     if not parts or not all(is_plain(each) for each in parts):
         return None
     return parts[0] if len(parts) == 1 else torch.cat([each.detach() for each in parts])
 
 
 def norm_of(module: nn.Module) -> Rows:
-    """Rows [R, K] -> norm(rows), as the module computes it before its GEMM."""
+    """Return the function that maps rows [R, K] to norm(rows), as the module computes it before its GEMM."""
     gamma, beta = held(module, "layer_norm_weight").detach(), held(module, "layer_norm_bias")
     eps, centred = float(held(module, "eps")), bool(held(module, "zero_centered_gamma"))
     is_rms = held(module, "normalization") == "RMSNorm"

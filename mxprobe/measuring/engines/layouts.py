@@ -28,16 +28,18 @@ import torch
 from torch import nn
 
 from mxprobe.measuring.adapters.adapter import held
-from mxprobe.measuring.engines.parts import CERTAIN, Part, parts_of
+from mxprobe.measuring.compat import own_parts
+from mxprobe.measuring.engines.expert_parts import CERTAIN, Part, parts_of
 from mxprobe.measuring.engines.shuffles import (
     AS_LOADED,
+    RowMap,
     Shuffle,
     experts_shuffle,
     linear_shuffle,
     scales_at,
     scales_needed,
 )
-from mxprobe.measuring.isolation import is_plain
+from mxprobe.measuring.isolation import is_plain, kind_of
 from mxprobe_kernels.formats import E2M1_GRID
 
 FUSED: dict[str, tuple[str, ...]] = {
@@ -77,9 +79,9 @@ class NotComparable(NamedTuple):
 
 
 def weights_of(root: nn.Module) -> Iterator[HeldWeight | NotComparable]:
-    """Every weight that a GEMM of the model multiplies by, as far as the table knows its layout."""
+    """Yield every weight that a GEMM of the model multiplies by, as far as the table knows its layout."""
     for name, module in root.named_modules():
-        parameters = {n: p for n, p in vars(module)["_parameters"].items() if p is not None and p.dim() >= 2}
+        parameters = {n: p for n, p in own_parts(module, "_parameters").items() if p is not None and p.dim() >= 2}
         if not parameters or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         numbers = _numbers(module)
@@ -102,7 +104,7 @@ _RANKS = ("tp_size", "moe_tp_size", "moe_ep_size")  # SGLang 0.5.23; vLLM 0.33.0
 
 
 def _ranks(module: nn.Module) -> Iterator[int]:
-    """Over how many ranks a layer's weights are spread, each way; vLLM's experts apart, which are numbered."""
+    """Yield over how many ranks a layer's weights are spread, each way; but for vLLM's experts, which are numbered."""
     sizes = [held(module, name, 1) for name in _RANKS] + [getattr(_parallel(module), "tp_size", 1)]
     yield from (size for size in sizes if isinstance(size, int))
 
@@ -112,7 +114,7 @@ def _parallel(module: nn.Module) -> Any:
 
 
 def _numbers(module: nn.Module) -> list[int] | str | None:
-    """Of one rank's experts in the whole model; None where it has them all, else why they are not known."""
+    """Return the numbers of a rank's experts in the whole model; None where it has all, else why they are unknown."""
     parallel = _parallel(module)
     n_ranks = getattr(parallel, "ep_size", 1)
     if not isinstance(n_ranks, int) or n_ranks == 1:
@@ -142,7 +144,7 @@ class _Matrix(NamedTuple):
     tiled_scales: bool = False
 
     def rows(self, at: torch.Tensor) -> torch.Tensor:
-        """int64 [F] of stored rows -> values [F, K], a copy."""
+        """Copy the values [F, K] of stored rows, int64 [F]."""
         part = self.stored.detach().index_select(0, at)
         if self.scale is None:
             return part
@@ -152,12 +154,12 @@ class _Matrix(NamedTuple):
 
 def _plain(weight: torch.Tensor) -> _Matrix | str:
     if not weight.is_floating_point() or weight.element_size() < 2 or weight.dim() != 2:
-        return f"unknown layout: weight is {_kind(weight)}"
+        return f"unknown layout: weight is {kind_of(weight)}"
     return _Matrix(weight, weight.shape[1], PLAIN)
 
 
 def _packed(module: nn.Module, parameters: dict[str, Any]) -> _Matrix | str | None:
-    """None of a weight that is not packed."""
+    """Return None for a weight that is not packed."""
     codes, scale = parameters.get("weight_packed"), parameters.get("weight_scale")
     shuffle = AS_LOADED if codes is not None else linear_shuffle(module)
     codes = parameters["weight"] if codes is None else codes
@@ -189,28 +191,22 @@ def _fused(name: str, module: nn.Module, found: _Matrix | str) -> Iterator[HeldW
         return
     first = 0
     for each, size in zip(names, sizes):
-        yield _held(each, found, size, _shifting(first), first)
+        yield _held(each, found, size, RowMap(first), is_run=True)
         first += size
 
 
-def _shifting(first: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda rows: rows + first
-
-
-def _held(
-    name: str, matrix: _Matrix, size: int, place: Callable[[torch.Tensor], torch.Tensor], first: int | None
-) -> HeldWeight:
-    """`place`: rows of the weight -> stored rows; `first`: where these begin if they are one run, else None."""
+def _held(name: str, matrix: _Matrix, size: int, place: RowMap, *, is_run: bool) -> HeldWeight:
+    """Describe a weight whose rows are stored at `place`; `is_run`: one after the other from `place.first` on."""
     device = matrix.stored.device
 
     def rows(index: torch.Tensor) -> torch.Tensor:
         return matrix.rows(place(index.to(device)))
 
     def columns(index: torch.Tensor) -> torch.Tensor:
-        part = matrix.stored.detach().narrow(0, first or 0, size)
+        part = matrix.stored.detach().narrow(0, place.first, size)
         return part.index_select(1, index.to(device)).T.contiguous()
 
-    can_turn = matrix.scale is None and first is not None
+    can_turn = matrix.scale is None and is_run
     return HeldWeight(name, (size, matrix.n_in), matrix.layout, device, rows, columns if can_turn else None)
 
 
@@ -229,13 +225,12 @@ def _experts(
         size = matrices[0].stored.shape[0] // len(parts)
         for number, matrix in zip(numbers or range(len(matrices)), matrices):
             for i, part in enumerate(parts):
-                place = _placing(shuffle, i, size) if len(parts) > 1 else shuffle.w2
-                run = i * size if shuffle is AS_LOADED else None
-                yield _held(f"{name}.{number}.{part}", matrix, size, place, run)
+                place = shuffle.rows_of(i, len(parts), size)
+                yield _held(f"{name}.{number}.{part}", matrix, size, place, is_run=shuffle is AS_LOADED)
 
 
 def _as_trained(name: str, parameters: dict[str, Any], parts: list[Part]) -> Iterator[HeldWeight | NotComparable]:
-    """Experts of one parameter, as transformers serves what it trains."""
+    """Yield the experts of one parameter, as transformers serves what it trains."""
     if any(part.reading != CERTAIN for part in parts):
         readings = " or ".join(dict.fromkeys(part.reading for part in parts if part.reading != CERTAIN))
         yield NotComparable(name, f"unknown layout: experts stored {readings}")
@@ -243,21 +238,17 @@ def _as_trained(name: str, parameters: dict[str, Any], parts: list[Part]) -> Ite
     for part in parts:
         stored = parameters[part.parameter]
         if not is_plain(stored) or stored.element_size() < 2:
-            yield NotComparable(name, f"unknown layout: {part.parameter} is {_kind(stored)}")
+            yield NotComparable(name, f"unknown layout: {part.parameter} is {kind_of(stored)}")
             continue
         words = ", ".join((STACKED, TURNED)) if part.is_turned else STACKED
         for expert, matrix in enumerate(stored.mT if part.is_turned else stored):
-            run = part.first if part.every == 1 else None
             found = _Matrix(matrix, matrix.shape[1], words)
-            yield _held(f"{name}.{expert}.{part.name}", found, part.size, part.rows, run)
-
-
-def _placing(shuffle: Shuffle, part: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda rows: shuffle.w13(part, rows, size)
+            is_run = part.rows.every == 1
+            yield _held(f"{name}.{expert}.{part.name}", found, part.size, part.rows, is_run=is_run)
 
 
 def _stack(module: nn.Module, parameter: str, parameters: dict[str, Any]) -> tuple[list[_Matrix], Shuffle] | str:
-    """One matrix an expert."""
+    """Return one matrix for each expert."""
     stored, scale = parameters.get(parameter), parameters.get(f"{parameter}_scale")
     if not isinstance(stored, torch.Tensor) or stored.dim() != 3:
         return f"unknown layout: {parameter} is no stack of matrices"
@@ -269,7 +260,7 @@ def _stack(module: nn.Module, parameter: str, parameters: dict[str, Any]) -> tup
     if is_plain:
         return [_Matrix(each, stored.shape[2], words) for each in stored], shuffle
     if stored.dtype is not torch.uint8 or scale is None or scale.element_size() != 1:
-        return f"unknown layout: {parameter} is {_kind(stored)}, with no scale of E8M0 exponents"
+        return f"unknown layout: {parameter} is {kind_of(stored)}, with no scale of E8M0 exponents"
     n_experts, n_rows, n_in = stored.shape[0], stored.shape[1], stored.shape[2] * 2
     if scale.numel() != n_experts * scales_needed(n_rows, -(-n_in // BLOCK), tiled=shuffle.tiled_scales):
         return f"unknown layout: {parameter}_scale {list(scale.shape)} for codes {list(stored.shape)}"
@@ -277,12 +268,8 @@ def _stack(module: nn.Module, parameter: str, parameters: dict[str, Any]) -> tup
     return [_Matrix(c, n_in, words, s, shuffle.tiled_scales) for c, s in zip(stored, scales)], shuffle
 
 
-def _kind(stored: torch.Tensor) -> str:
-    return f"{str(stored.dtype).replace('torch.', '')} {list(stored.shape)}"
-
-
 def decode_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """float32 [F, K] of uint8 codes [F, K/2], the first element in the low nibble, and exponents + 127 [F, K/32]."""
+    """Decode uint8 codes [F, K/2] (first element in the low nibble), exponents + 127 [F, K/32] to float32 [F, K]."""
     signed = (*E2M1_GRID, *(-value for value in E2M1_GRID))
     grid = torch.cat([torch.full((1,), value, device=codes.device) for value in signed])  # sent there, it would wait
     pairs = torch.stack([codes & 0xF, codes >> 4], -1).reshape(codes.shape[0], -1)

@@ -18,7 +18,6 @@ are not in the table. Scales are those of packed weights; unpacked ones have the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,46 +26,48 @@ from torch import nn
 GATE, UP = 0, 1
 
 
-class Shuffle(NamedTuple):
-    """How the codes and scales of one module are stored."""
-
-    words: str
-    w13: Callable[[int, torch.Tensor, int], torch.Tensor]
-    """(GATE or UP, int64 [R] rows of that weight, F) -> int64 [R] stored rows."""
-    w2: Callable[[torch.Tensor], torch.Tensor]
-    tiled_scales: bool
-
-
 def tiled_rows(rows: torch.Tensor) -> torch.Tensor:
-    """t(r), int64 [R]: rows of a 128-row tile as the epilogue of TensorRT-LLM's kernels takes them."""
+    """Return t(r), int64 [R]: rows of a 128-row tile as the epilogue of TensorRT-LLM's kernels takes them."""
     return rows // 32 * 32 + rows % 4 * 8 + rows % 32 // 4
 
 
-def _same(rows: torch.Tensor) -> torch.Tensor:
-    return rows
+class RowMap(NamedTuple):
+    """Where the rows of a matrix are stored: row i at first + every i, or at t() of that."""
+
+    first: int = 0
+    every: int = 1
+    is_tiled: bool = False
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Turn rows of the matrix, int64 [R], into stored rows, int64 [R]."""
+        stored = self.first + self.every * rows
+        return tiled_rows(stored) if self.is_tiled else stored
 
 
-def _stacked(part: int, rows: torch.Tensor, size: int) -> torch.Tensor:
-    return rows + part * size
+class Shuffle(NamedTuple):
+    """How the codes and scales of one module are stored."""
+
+    words: str = ""
+    is_swapped: bool = False
+    """Up stands before gate."""
+    in_pairs: bool = False
+    """Gate and up alternate row by row."""
+    is_tiled: bool = False
+    tiled_scales: bool = False
+
+    def rows_of(self, part: int, n_parts: int, size: int) -> RowMap:
+        """Return where the `size` rows of GATE or UP are stored in w13 (`n_parts` 2), or those of w2 (`n_parts` 1)."""
+        place = UP - part if self.is_swapped and n_parts > 1 else part
+        if self.in_pairs and n_parts > 1:
+            return RowMap(place, 2, self.is_tiled)
+        return RowMap(place * size, 1, self.is_tiled)
 
 
-def _swapped(part: int, rows: torch.Tensor, size: int) -> torch.Tensor:
-    return rows + (UP - part) * size
-
-
-def _pairs(part: int, rows: torch.Tensor, size: int) -> torch.Tensor:
-    return 2 * rows + part
-
-
-def _tiled_pairs(part: int, rows: torch.Tensor, size: int) -> torch.Tensor:
-    return tiled_rows(2 * rows + UP - part)
-
-
-AS_LOADED = Shuffle("", _stacked, _same, False)
-_AS_LOADED_PAIRS = Shuffle("gate and up row by row", _pairs, _same, False)
-_TILED = Shuffle("for CUTLASS", _stacked, _same, True)
-_SWAPPED = Shuffle("for FlashInfer CUTLASS", _swapped, _same, True)
-_TRTLLM = Shuffle("for FlashInfer TensorRT-LLM", _tiled_pairs, tiled_rows, True)
+AS_LOADED = Shuffle()
+_AS_LOADED_PAIRS = Shuffle("gate and up row by row", in_pairs=True)
+_TILED = Shuffle("for CUTLASS", tiled_scales=True)
+_SWAPPED = Shuffle("for FlashInfer CUTLASS", is_swapped=True, tiled_scales=True)
+_TRTLLM = Shuffle("for FlashInfer TensorRT-LLM", is_swapped=True, in_pairs=True, is_tiled=True, tiled_scales=True)
 
 _FLASHINFER = {
     "FLASHINFER_TRTLLM_MXFP4_MXFP8": _TRTLLM,
@@ -101,7 +102,7 @@ LINEARS: dict[tuple[str, str], Shuffle] = {
 
 
 def experts_shuffle(module: nn.Module, *, packed: bool) -> Shuffle | str:
-    """How experts are stored, or why that is not known; unpacked ones as they were loaded where nothing says else."""
+    """Say how experts are stored, or why that is not known; unpacked ones as loaded where nothing says else."""
     method = vars(module).get("quant_method")
     attributes, shuffles = EXPERTS.get(_class_of(method), ((), {}))
     if not shuffles:
@@ -112,7 +113,7 @@ def experts_shuffle(module: nn.Module, *, packed: bool) -> Shuffle | str:
 
 
 def linear_shuffle(module: nn.Module) -> Shuffle | str:
-    """How a packed Linear is stored; as it was loaded where nothing says that it was prepared for a kernel."""
+    """Say how a packed Linear is stored: as it was loaded, where nothing says that it was prepared for a kernel."""
     scheme = vars(module).get("scheme")
     kernel = getattr(scheme, "kernel", None)
     if kernel is None:
@@ -125,7 +126,7 @@ def _class_of(thing: Any) -> tuple[str, str]:
 
 
 def scales_at(stored: torch.Tensor, rows: torch.Tensor, n_blocks: int, *, tiled: bool) -> torch.Tensor:
-    """uint8 [R, C] of the stored rows `rows`, int64 [R], out of the scales of one matrix in any shape."""
+    """Return uint8 [R, C] of the stored rows `rows`, int64 [R], out of the scales of one matrix in any shape."""
     columns = torch.arange(n_blocks, device=stored.device)
     if tiled:
         width = -(-n_blocks // 4)
@@ -137,5 +138,5 @@ def scales_at(stored: torch.Tensor, rows: torch.Tensor, n_blocks: int, *, tiled:
 
 
 def scales_needed(n_rows: int, n_blocks: int, *, tiled: bool) -> int:
-    """Bytes of the scales of a matrix stored so."""
+    """Return the bytes of the scales of a matrix."""
     return -(-n_rows // 128) * 128 * -(-n_blocks // 4) * 4 if tiled else n_rows * n_blocks

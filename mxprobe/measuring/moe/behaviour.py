@@ -1,4 +1,4 @@
-"""What each expert really did: its output against its own exact product, and which expert does something else.
+"""What a layer really did: its output against its own exact product, and which expert does something else.
 
     ref_e = x_e W_e^T      realised, predicted and residual as in `mxprobe.measuring.recipes`, summed over the experts
 
@@ -9,24 +9,24 @@ another expert, the transpose of its own, or nothing that is known. That is told
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mxprobe.events import EXPERTS, Event
-from mxprobe.measuring.moe.stack import Stack
+from mxprobe.measuring.operands.stack import Stack
 from mxprobe.measuring.recipes import (
     EXACT_FRAC,
+    OUTPUT_ENERGIES,
     RULES,
     Call,
     Recipe,
     infer_recipe,
+    output_energies,
     quantize,
-    recipe_event,
     recipe_words,
 )
-from mxprobe.schema import Row
-from mxprobe_kernels.recipe_grammar import NONE, Operand
+from mxprobe_kernels.recipe_grammar import NONE
 
 EXPLAINED_AT_MOST = 8
 """Experts looked at alone in one step."""
@@ -34,105 +34,74 @@ _LEADERS = 3
 """Experts asked for the layer's recipe, until one is exact."""
 
 
-class OutputState:
-    """Of each (module, phase): the recipe last found exact, and what was told of single experts. The worker's own."""
+class LayerOutput(NamedTuple):
+    """The recipe of a layer and how far its output is from it."""
 
-    def __init__(self) -> None:
-        self.recipes: dict[tuple[str, str], Recipe] = {}
-        self.told: dict[tuple[str, str, int], Event] = {}
+    recipe: Recipe
+    is_known: bool
+    """The recipe is exact for a Linear, or for one of the experts."""
+    sums: dict[str, Any]
+    """`exact` (of all experts) and `OUTPUT_ENERGIES`."""
+    odd: list[int]
+    """Matrices of the stack that a known recipe does not explain."""
 
 
-def output_rows(when: Row, held: Stack, state: OutputState) -> Iterator[tuple[str, Row]]:
-    """A row of table `outputs` for the experts measured, and an event for each that behaves unlike the others."""
-    place = (when["module"], when["phase"])
-    before = state.recipes.get(place)
-    recipe, exact = _layer_recipe(held, before)
-    sums = _sums(held, recipe)
-    fits = (sums[3] <= EXACT_FRAC * sums[0]).tolist()
-    ref2, realised2, predicted2, residual2 = sums.sum(1).tolist()
-    if exact:
-        state.recipes[place] = recipe
-    how = {"recipe_x": recipe[0], "recipe_w": recipe[1], "exact": exact and all(fits)}
-    counted = {"sampled_frac": held.sampled_frac, "n_rows": held.n_rows}
-    energies = {"ref2": ref2, "realised2": realised2, "predicted2": predicted2, "residual2": residual2}
-    lag = 0 if how["exact"] else None
-    yield "outputs", {**when, **how, **counted, **energies, "weight_lag": lag}
-    if exact and before is not None and before != recipe:
-        yield "events", recipe_event(place, recipe, before).at(when)
-    odd = [i for i, each in enumerate(fits) if not each] if exact else []
+def layer_output(stack: Stack, previous: Recipe | None) -> LayerOutput:
+    """Find the recipe of a stack's output; `previous` is the last one that was exact."""
+    recipe, sums = _recipe(stack, previous)
+    if stack.experts is None:
+        return LayerOutput(recipe, sums["exact"], sums, [])
+    assert stack.y is not None  # only outputs that are visible are judged
+    each = output_energies(Call(stack.x.rows, stack.w_rows, stack.y, stack.y_dtype, stack.there), recipe)
+    fits = (each[3] <= EXACT_FRAC * each[0]).tolist()
+    is_known = sums["exact"]
+    total = dict(zip(OUTPUT_ENERGIES, each.sum(1).tolist()))
+    odd = [i for i, fit in enumerate(fits) if not fit] if is_known else []
+    return LayerOutput(recipe, is_known, {"exact": is_known and all(fits), **total}, odd)
+
+
+def _recipe(stack: Stack, previous: Recipe | None) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe of the experts with most tokens, the first that is exact, and the sums of the one it was found on."""
+    leaders = [0]
+    if stack.there is not None:
+        measured = stack.there.sum(1).tolist()
+        leaders = sorted(range(len(measured)), key=lambda i: -measured[i])[:_LEADERS]
+    found = infer_recipe(stack.call(leaders[0]), previous)
+    for i in leaders[1:]:
+        if found[1]["exact"]:
+            break
+        other = infer_recipe(stack.call(i), previous)
+        found = other if other[1]["exact"] else found
+    return found
+
+
+def explained(stack: Stack, odd: list[int], layer: Recipe, place: tuple[str, str]) -> Iterator[tuple[int, Event]]:
+    """Yield (expert, event) of the matrices that the layer's recipe does not explain, up to EXPLAINED_AT_MOST.
+
+    place: module and phase.
+    """
+    numbers = [] if stack.experts is None else stack.experts.numbers
     for i in odd[:EXPLAINED_AT_MOST]:
-        what, about = _explain(held, i, recipe)
-        where = {"phase": place[1], "expert": held.experts[i], "layer_recipe": recipe_words(recipe)}
-        event, key = Event(EXPERTS, place[0], what, {**where, **about}), (*place, held.experts[i])
-        if state.told.get(key) != event:
-            state.told[key] = event
-            yield "events", event.at(when)
+        state, about = _explain(stack, numbers, i, layer)
+        where = {"phase": place[1], "expert": numbers[i], "layer_recipe": recipe_words(layer)}
+        yield numbers[i], Event(EXPERTS, place[0], state, {**where, **about})
 
 
-def _layer_recipe(held: Stack, previous: Recipe | None) -> tuple[Recipe, bool]:
-    """The recipe of the experts with most tokens, and whether it is exact for one of them."""
-    measured = held.there.sum(1).tolist()
-    leaders = sorted(range(len(measured)), key=lambda i: -measured[i])[:_LEADERS]
-    first: Recipe | None = None
-    for i in leaders:
-        recipe, sums = infer_recipe(_call(held, i), previous)
-        if sums["exact"]:
-            return recipe, True
-        first = first or recipe
-    assert first is not None  # there is an expert
-    return first, False
-
-
-def _call(held: Stack, i: int) -> Call:
-    there = held.there[i]
-    return Call(held.x[i][there], held.weight_rows[i], held.y[i][there], held.dtype)
-
-
-def _sums(held: Stack, recipe: Recipe) -> torch.Tensor:
-    """float64 [4, E]: ref2, realised2, predicted2, residual2 of each expert; of the orders of rounding, the better."""
-    x, w, y = held.x.double(), held.weight_rows.double(), held.y.double()
-    ref = x @ w.mT
-    tried: list[torch.Tensor] = []
-    for cast in (False, True):
-        qx, qw = (
-            _quantized(t, name, held.dtype, cast=cast)
-            for t, name in ((held.x, recipe[0]), (held.weight_rows, recipe[1]))
-        )
-        product = qx @ qw.mT
-        tried.append(
-            torch.stack([_energy(each * held.there[..., None]) for each in (ref, y - ref, product - ref, y - product)])
-        )
-    return torch.where(tried[1][3] < tried[0][3], tried[1], tried[0])
-
-
-def _quantized(t: torch.Tensor, name: str, dtype: torch.dtype, *, cast: bool) -> torch.Tensor:
-    """float64, shaped like t [E, M, K], each expert's matrix a tensor of its own; `cast`: rounded to dtype before."""
-    t = t.to(dtype) if cast else t
-    if Operand.parse(name).needs_whole_tensor:
-        return torch.stack([quantize(each, name) for each in t]).to(dtype).double()
-    return quantize(t.reshape(-1, t.shape[-1]), name).reshape(t.shape).to(dtype).double()
-
-
-def _energy(t: torch.Tensor) -> torch.Tensor:
-    """[E, M, N] -> [E], over the finite elements."""
-    return t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum((1, 2))
-
-
-def _explain(held: Stack, i: int, layer: Recipe) -> tuple[str, dict[str, Any]]:
+def _explain(stack: Stack, numbers: list[int], i: int, layer: Recipe) -> tuple[str, dict[str, Any]]:
     """Return what an expert computes that the layer's recipe does not explain: a state of `experts`, and its data."""
-    call = _call(held, i)
+    call = stack.call(i)
     recipe, sums = infer_recipe(call)
     if sums["exact"]:
         return "other_recipe", {"recipe": recipe_words(recipe)}
     y = call.y.double()
     for x_name, w_name in dict.fromkeys((layer, (NONE, NONE), *((rule, rule) for rule in RULES))):
-        x = quantize(call.x, x_name).to(held.dtype).double()
-        for j, expert in enumerate(held.experts):
-            if j != i and _matches(y, x, quantize(held.weight_rows[j], w_name), held.dtype):
+        x = quantize(call.x, x_name).to(stack.y_dtype).double()
+        for j, expert in enumerate(numbers):
+            if j != i and _matches(y, x, quantize(stack.w_rows[j], w_name), stack.y_dtype):
                 return "other_expert", {"other": expert}
-        if held.out_index is None:
+        if stack.out_index is None:
             for how, w in _relaid(call.w):
-                if _matches(y, x, quantize(w, w_name), held.dtype):
+                if _matches(y, x, quantize(w, w_name), stack.y_dtype):
                     return how, {}
     share = float(sums["residual2"]) / max(float(sums["ref2"]), torch.finfo(torch.float64).tiny)
     return "unknown", {"residual_frac": share}

@@ -1,6 +1,6 @@
 """Copies of the GEMMs that one forward makes by a parameter of several experts; taken in the training thread.
 
-E = experts, E_s = of them measured, S = rows sent to experts, R = rows copied of each (padded with zeros), K = in
+E = experts, E_s = those measured, S = rows sent to experts, R = rows copied of each (padded with zeros), K = in
 features, O = out features; _s = sampled. Shapes are known without the device: nothing waits for how many rows an
 expert was sent.
 """
@@ -15,10 +15,11 @@ import torch
 
 from mxprobe.measuring.moe.gemm import Gemm
 from mxprobe.measuring.operands.snapshot import Moment, event_now
+from mxprobe.measuring.operands.stack import Experts, Sample, Stack
 from mxprobe.measuring.sampling import TILE, sample_tiles, take
 
 CPU_ROWS, DEVICE_ROWS = 256, 1 << 14
-"""Rows copied of one GEMM, over all experts."""
+"""How many rows of one GEMM are copied, over all experts."""
 CPU_FEATURES, DEVICE_FEATURES = 64, 512
 """Output features (and input features, for the backward products) copied of each expert: on a CPU the experts
 of a layer cost about what a Linear does."""
@@ -44,7 +45,10 @@ class Layout(NamedTuple):
 
     @classmethod
     def plan(cls, weight: torch.Tensor, *, every: bool, seed: int, elements: int, first: int = 0) -> Layout:
-        """For weight [E, O, K]; `every`: all experts, whatever they cost; `elements`: of one copied operand."""
+        """Choose what is copied for weight [E, O, K].
+
+        `every` takes all experts, whatever they cost; `elements` is the most that one copied operand has.
+        """
         n_experts, out_features, in_features = weight.shape
         device = weight.device
         is_cpu = device.type == "cpu"
@@ -95,7 +99,7 @@ class Piece:
     """[E_p, R, O]"""
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """gradient [S, O], of the loss by the GEMM's output."""
+        """Copy the rows of the gradient [S, O] of the loss by the GEMM's output."""
         self.gradient = _pick(gradient, self.index, self.valid)
 
 
@@ -128,13 +132,57 @@ class ExpertsSnapshot(Moment):
         return self.pieces[0].x
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Of the loss by what a single call over all experts returned, [..., O]."""
+        """Copy the gradient of the loss by what a single call over all experts returned, [..., O]."""
         for piece in self.pieces:
             piece.add_gradient(gradient.reshape(-1, gradient.shape[-1]))
 
     def mark_ready(self) -> None:
         """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
         self.ready = event_now(self.x.device)
+
+    def stack(self) -> Stack | None:
+        """Return the pieces as one tensor per operand; None where no expert measured was sent a token.
+
+        Copies from the device what says how many rows there are: in the thread that measures.
+        """
+        pieces, layout = self.pieces, self.layout
+        numbers = [expert for piece in pieces for expert in piece.experts]
+        counts = torch.cat([piece.counts for piece in pieces]).tolist() if pieces else []
+        kept = [i for i, n in enumerate(counts) if n]
+        if layout is None or not kept:
+            return None
+        index = torch.tensor(kept, device=self.x.device)
+
+        def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return whole if len(kept) == len(whole) else whole.index_select(0, index)
+
+        x, y = joined([p.x for p in pieces]), joined([p.y for p in pieces])
+        biases = [p.bias for p in pieces if p.bias is not None]
+        gradients = [p.gradient for p in pieces if p.gradient is not None]
+        g = joined(gradients) if len(gradients) == len(pieces) else None
+        there = joined([p.valid for p in pieces]) & (x != 0).any(-1)
+        measured, every = there.sum(1), self.all_counts
+        n_rows, n_tiles = int(measured.sum()), int(((measured + TILE - 1) // TILE).sum())
+        n_called = self.n_seen if every is None else int((every > 0).sum())
+        sampled_frac = n_rows / max(self.n_rows if every is None else int(every.sum()), 1)
+        return Stack(
+            x=Sample(x, sampled_frac, n_rows),
+            g=None if g is None else Sample(g, sampled_frac, n_rows),
+            x_tiles=Sample(x, sampled_frac, n_tiles),
+            g_tiles=None if g is None else Sample(g, sampled_frac, n_tiles),
+            y=y if not biases else y.double() - joined(biases).double()[:, None, :],
+            y_dtype=self.dtype,
+            w_rows=joined([p.weight_rows for p in pieces]),
+            w_columns=joined([p.weight_columns for p in pieces]),
+            out_index=layout.out_index,
+            in_index=layout.in_index,
+            weight_share=len(kept) / max(n_called, 1),
+            there=there,
+            experts=Experts(
+                [layout.first + numbers[i] for i in kept], [counts[i] for i in kept], layout.n_experts, n_called
+            ),
+        )
 
 
 def copy_gemm(
@@ -143,10 +191,10 @@ def copy_gemm(
     weight: torch.Tensor | Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor] = (),
 ) -> tuple[Piece, torch.Tensor | None] | None:
-    """The copies, and the rows of each expert (int64 [E]) where the call had them all; None: of no expert measured.
+    """Return the copies, and the rows of each expert (int64 [E]) where the call had them all.
 
-    weight [E, O, K], or E of [O, K], is the parameter's own, whatever copy of it the GEMM was given; `biases`: E of
-    [O] that y contains, beside the one of `gemm`.
+    None where no expert of the call is measured. weight [E, O, K], or E of [O, K], is the parameter's own, whatever
+    copy of it the GEMM was given; `biases` are E of [O] that y contains, beside the one of `gemm`.
     """
     device = gemm.x.device
     if gemm.expert is not None:
@@ -193,12 +241,12 @@ def copy_gemm(
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64, written by kernels: a copy from the host's memory waits for all that the device is at."""
+    """Return int64 written by kernels: a copy from the host's memory would wait for all that the device is at."""
     return torch.cat([torch.full((1,), each, dtype=torch.int64, device=device) for each in numbers])
 
 
 def _cut(weight: torch.Tensor, chosen: torch.Tensor | None, index: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """A copy of W [E, O, K] of the chosen experts at the chosen features of `dim`; no whole matrix where some do."""
+    """Copy W [E, O, K] of the chosen experts at the chosen features of `dim`; no whole matrix where some do."""
     if chosen is None:
         return take(weight, index, dim)
     if index is None:
@@ -242,8 +290,3 @@ def _pick(rows: torch.Tensor, index: torch.Tensor, valid: torch.Tensor) -> torch
         return rows.new_zeros((*valid.shape, rows.shape[-1]))
     picked = rows.detach().index_select(0, index).reshape(*valid.shape, rows.shape[-1])
     return picked.masked_fill_(~valid[..., None], 0.0)
-
-
-def experts_of(pieces: Sequence[Piece]) -> list[int]:
-    """The experts of all pieces, in order of appearance."""
-    return [expert for piece in pieces for expert in piece.experts]

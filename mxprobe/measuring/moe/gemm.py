@@ -13,14 +13,13 @@ Shape = Callable[[torch.Tensor], torch.Tensor]
 class Gemm(NamedTuple):
     """y = x W_e^T (+ bias) for the rows of one expert or of several."""
 
-    parameter: str
     expert: int | None
     """The expert of all rows; None where `experts` or `offsets` tell."""
     experts: torch.Tensor | None
-    """int64 [S]: of each row, in any order."""
+    """int64 [S]: the expert of each row, in any order."""
     offsets: torch.Tensor | None
-    """int [E], on the device: where the rows of each expert end, in order of experts. None with `expert` None and
-    `experts` None: E equal parts."""
+    """int [E], on the device: where the rows of each expert end, in order of experts. Where all three are None the
+    rows are E equal parts."""
     x: torch.Tensor
     """[S, K], as the GEMM was given it."""
     is_flipped: bool

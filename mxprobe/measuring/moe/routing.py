@@ -21,6 +21,11 @@ from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import quantize
 from mxprobe.schema import Row
 
+_SUMS = ("sum_margin", "sum_margin2", "sum_logit2", "sum_error2", "sum_ran_error2", "sum_chance")
+_COUNTS = ("n_predicted", "n_slots_predicted", "n_observed", "n_slots_observed")
+_BY_LOGITS = 0.99
+"""Share of tokens whose experts must be the k largest logits: a tie may be broken either way."""
+
 
 @torch.no_grad()
 def routing_row(snapshot: Snapshot, *, format: str, rule: str) -> Row | None:
@@ -71,18 +76,11 @@ def routing_row(snapshot: Snapshot, *, format: str, rule: str) -> Row | None:
         "n_tokens": len(chosen),
         "top_k": k,
         "by_logits": by_logits,
-        **dict(zip(("sum_margin", "sum_margin2", "sum_logit2", "sum_error2", "sum_ran_error2", "sum_chance"), values)),
-        "n_predicted": int(values[6]) if by_logits else None,
-        "n_slots_predicted": int(values[7]) if by_logits else None,
-        "n_observed": int(values[8]) if by_logits else None,
-        "n_slots_observed": int(values[9]) if by_logits else None,
+        **dict(zip(_SUMS, values)),
+        **{name: int(n) if by_logits else None for name, n in zip(_COUNTS, values[6:])},
     }
 
 
-_BY_LOGITS = 0.99
-"""Share of tokens whose experts must be the k largest logits: a tie may be broken either way."""
-
-
 def chosen_experts(chosen: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """int64 [T, k] -> bool [T, E]"""
+    """int64 [T, k] -> bool [T, E]: whether the token was sent there."""
     return torch.zeros(len(chosen), n_experts, dtype=torch.bool, device=chosen.device).scatter_(1, chosen, True)

@@ -7,9 +7,9 @@ Quantiles are of ratios, which cannot be added: they describe the experts of one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from mxprobe.measuring.moe.stack import Stack
+from mxprobe.measuring.operands.stack import Experts
 from mxprobe.schema import EXPERT_SUMS, SPREAD_QUANTILES, Row
 
 OUTPUT_ERROR, ERROR, ZEROED, ROWS = "output_error", "error", "zeroed", "rows"
@@ -17,7 +17,9 @@ EVERY = -1
 """In place of a number of worst experts: all of them."""
 
 
-def expert_rows(key: Row, held: Stack, per_expert: dict[str, list[float]], *, worst: int) -> Iterator[tuple[str, Row]]:
+def expert_rows(
+    key: Row, held: Experts, per_expert: Mapping[str, list[float]], *, worst: int
+) -> Iterator[tuple[str, Row]]:
     """Rows of tables `experts` and `expert_spread` for one operand; `key`: when, where, role, format and rule."""
     measures = {
         OUTPUT_ERROR: _ratios(per_expert["out_e2"], per_expert["out_ref2"]),
@@ -31,7 +33,7 @@ def expert_rows(key: Row, held: Stack, per_expert: dict[str, list[float]], *, wo
             spread = {"n_measured": len(values), "n_one_token": held.n_one_token, **_quantiles(values)}
             yield "expert_spread", {**key, **shared, "measure": name, **spread}
     by_error, by_zeroed = _ranks(measures[OUTPUT_ERROR]), _ranks(measures[ZEROED])
-    for i, expert in enumerate(held.experts):
+    for i, expert in enumerate(held.numbers):
         if worst == EVERY or min(by_error[i], by_zeroed[i]) < worst:
             sums = {
                 name: int(per_expert[name][i]) if name.startswith("n") else per_expert[name][i] for name in EXPERT_SUMS

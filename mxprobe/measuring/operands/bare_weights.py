@@ -1,37 +1,23 @@
 """The weights of modules whose calls no hook sees (inside `torch.compile`): roles `w_fwd` and `w_dgrad`, no product.
 
-Copied at a step boundary, after the optimizer has stepped. What the weights meet is not known: their output sums are
-0, of nothing.
+Copied at a step boundary, after the optimizer has stepped. What the weights meet is not known: the snapshots have no
+row of X and none of G, and the output sums are 0, of nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from mxprobe.measuring.isolation import undisturbed
-from mxprobe.measuring.operands.operand import Operand
-from mxprobe.measuring.operands.snapshot import Moment, event_now
-from mxprobe.measuring.operands.weights import WeightSample, sample_weight
+from mxprobe.measuring.operands.snapshot import Snapshot
+from mxprobe.measuring.operands.weights import sample_weight
 from mxprobe.measuring.sampling import seed_of
-from mxprobe.schema import Phase, Role
-
-
-@dataclass
-class WeightsSnapshot(Moment):
-    weight: WeightSample
-    ready: Any = None
-    """CUDA event after which the copies hold their values; None on the CPU."""
-
-    @property
-    def x(self) -> torch.Tensor:
-        """One of the copies: it tells the device."""
-        return self.weight.rows
+from mxprobe.schema import Phase
 
 
 class Unseen(Protocol):
@@ -44,28 +30,28 @@ class Unseen(Protocol):
     """Set once its weights were copied."""
 
 
-def copy_weights(step: int, probes: Iterable[Unseen], max_features: int) -> Iterator[WeightsSnapshot]:
-    """Of each probe whose module holds a plain two-dimensional weight; in the training thread, without waiting."""
+def copy_weights(step: int, probes: Iterable[Unseen], max_features: int) -> Iterator[Snapshot]:
+    """Copy the weight of each probe whose module holds a plain matrix; in the training thread, without waiting."""
     for probe in probes:
         device = next((p.device for p in probe.module.parameters(recurse=False)), torch.device("cpu"))
         with undisturbed(device.type):
             seed = seed_of(step, probe.name)
             weight = sample_weight(probe.module, max_features=max_features, seed=seed, part=probe.part)
-        if weight is not None:
+            if weight is None:
+                continue
             probe.weights_alone = True
-            yield WeightsSnapshot(
+            snapshot = Snapshot(
                 module=probe.name,
                 phase=Phase.TRAIN.value,
                 step=step,
                 micro_step=0,
                 time_ns=time.time_ns(),
+                n_rows=0,
+                x=weight.rows.new_zeros(0, weight.rows.shape[1]),
                 weight=weight,
-                ready=event_now(device),
+                with_operands=True,
+                with_weights=True,
+                gradient=weight.rows.new_zeros(0, weight.columns.shape[0]),
             )
-
-
-def weight_operands(weight: WeightSample) -> Iterator[Operand]:
-    """W by rows and by columns, each with a partner of no column."""
-    w, columns = weight.rows, weight.columns.T
-    yield Operand(Role.W_FWD, w, w.new_zeros(w.shape[1], 0), weight.out_frac, w.shape[0])
-    yield Operand(Role.W_DGRAD, columns, w.new_zeros(columns.shape[1], 0), weight.in_frac, columns.shape[0])
+            snapshot.mark_ready()
+            yield snapshot

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.placement import Placement
-from mxprobe.measuring.operands.snapshot import Chosen, Snapshot, choose_rows, choose_tiles, copied_outputs
+from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import WeightSample
-from mxprobe.measuring.sampling import take
+from mxprobe.measuring.sampling import TILE, Rows, row_norms, sample_singles, sample_tiles, take
 from mxprobe.schema import Phase
+
+CPU_MAX_ROWS = 128
+"""Rows measured where a CPU does it: about 25 ms for the six operands of a 64 x 64 Linear and eleven corrections."""
+MAX_ELEMENTS = 1 << 24
+"""Elements of one copied operand, over which rows of very wide modules are sampled."""
 
 
 def snapshot_of(
@@ -64,7 +70,7 @@ def snapshot_of(
 def _rows_of_gradient(
     reading: Reading, placement: Placement, max_rows: int, seed: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(rows of G to copy, X at these rows) where G has other rows than X; (None, None) where it has the same."""
+    """Return (rows of G to copy, X at these rows) where G has other rows than X; (None, None) where it has the same."""
     shards, output = (placement.x_tokens, placement.g_tokens), reading.output
     if output is None or shards[0].count == shards[1].count:
         return None, None
@@ -82,5 +88,50 @@ def _operand(reading: Reading, rows: torch.Tensor) -> torch.Tensor:
 
 
 def n_rows(x: torch.Tensor) -> int:
-    """Rows of x [..., K]."""
+    """Return how many rows x [..., K] has."""
     return x.numel() // x.shape[-1]
+
+
+def copied_outputs(
+    y: torch.Tensor | None, weight: WeightSample, index: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Copy y at the sampled rows: its sampled output features, and its watched ones."""
+    if y is None:
+        return None, None
+    whole = y.detach().reshape(-1, y.shape[-1])
+    sampled = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
+    if weight.watched is weight.rows:
+        return sampled, sampled
+    return sampled, take(whole.index_select(1, weight.watched_index), index)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Rows to copy: int64, whole tiles and behind them single rows; None for all."""
+
+    index: torch.Tensor | None
+    n_tile_rows: int = 0
+    singles: Rows | None = None
+
+
+def choose_rows(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> Chosen:
+    """Choose the rows of x [..., K] to copy."""
+    n, limit = n_rows(x), _row_limit(x, max_rows, out_features)
+    if n <= max(limit, TILE):
+        return Chosen(None)
+    each = limit if x.device.type == "cpu" else limit // 2
+    tiles = sample_tiles(n, each, seed=seed, device=x.device)
+    singles = sample_singles(row_norms(x.reshape(-1, x.shape[-1])), each, seed=seed)
+    if tiles is None or singles is None:
+        return Chosen(tiles)
+    return Chosen(torch.cat((tiles, singles.index)), tiles.shape[0], singles)
+
+
+def choose_tiles(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> torch.Tensor | None:
+    """Choose whole tiles of the rows of x [..., K]; None for all rows."""
+    return sample_tiles(n_rows(x), _row_limit(x, max_rows, out_features), seed=seed, device=x.device)
+
+
+def _row_limit(x: torch.Tensor, max_rows: int, out_features: int) -> int:
+    limit = min(max_rows, MAX_ELEMENTS // max(x.shape[-1], out_features))
+    return min(limit, CPU_MAX_ROWS) if x.device.type == "cpu" else limit

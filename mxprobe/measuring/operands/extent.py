@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mxprobe.measuring.operands.operand import DEVICE_BATCH_ELEMENTS
+from mxprobe.measuring.operands.pieces import DEVICE_BATCH_ELEMENTS
 from mxprobe.measuring.sampling import TILE
 
 BYTES_HELD = 30
-"""Of an element of an operand: x, Q and Q* in float64, masks and codes, until the last product with it is made."""
+"""An element of an operand takes so many until the last product with it: x, Q, Q* in float64, masks and codes."""
 BYTES_PASSING = 120
-"""Of an element of the operand that is being quantized, or corrected."""
+"""An element takes so many more while its operand is quantized or corrected."""
 BYTES_OF_BATCH = 100
 
 
 @dataclass
 class Extent:
-    """Of a GEMM with weight [O, K]: how much of it is sampled. All sizes are upper bounds."""
+    """How much of a GEMM with weight [O, K] is sampled. All sizes are upper bounds."""
 
     out_features: int
     in_features: int
@@ -35,13 +35,13 @@ class Extent:
 
     @property
     def sample_bytes(self) -> int:
-        """Of what one armed step copies."""
+        """Bytes that one armed step copies."""
         rows = 2 * self.max_rows * (self.in_features + 2 * self.out_features)
         return (rows + 2 * (self._rows_of_w + self._columns_of_w)) * self.element_bytes
 
     @property
     def working_bytes(self) -> int:
-        """Of what measuring the copies takes for itself, on a device, while it lasts."""
+        """Bytes that measuring the copies takes for itself, on a device, while it lasts."""
         tokens, rows, columns = self.max_rows, self._rows_of_w, self._columns_of_w
         by_token = tokens * self.in_features, tokens * self.out_features
         by_feature = (
@@ -59,7 +59,7 @@ class Extent:
         return min(self.in_features, self.max_features) * self.out_features
 
     def shrink(self, max_bytes: int) -> bool:
-        """Sample fewer rows and features, so that both together fit; whether that was needed."""
+        """Sample fewer rows and features, so that both together fit; return whether that was needed."""
         before = self.max_rows, self.max_features
         while self.sample_bytes + self.working_bytes > max_bytes and max(self.max_rows, self.max_features) > TILE:
             self.max_rows = max(self.max_rows // 2, TILE)
@@ -68,11 +68,11 @@ class Extent:
 
 
 def working_bytes(elements: tuple[int, ...]) -> int:
-    """`elements`: of each operand."""
+    """Return the bytes that measuring takes; `elements` counts those of each operand."""
     return BYTES_HELD * sum(elements) + BYTES_PASSING * max(elements) + BYTES_OF_BATCH * DEVICE_BATCH_ELEMENTS
 
 
 def element_bytes(module: nn.Module) -> int:
-    """Of X, Y, G and W: those of the module's own parameters, where these are all of half precision."""
+    """Return the bytes of an element of X, Y, G and W, by the module's own parameters."""
     kinds = {p.dtype for p in module.parameters(recurse=False)}
     return 2 if kinds and kinds <= {torch.bfloat16, torch.float16} else 8 if torch.float64 in kinds else 4

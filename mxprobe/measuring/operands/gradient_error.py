@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
+from mxprobe.measuring.products import product
 from mxprobe.measuring.sampling import TILE
 from mxprobe.schema import Row
 from mxprobe_kernels.torch_backend import ErrorFields
@@ -29,14 +30,15 @@ _NO_HALVES: Row = dict.fromkeys(_HALVES, float("nan"))
 
 
 @torch.no_grad()
-def gradient_error(gemm: str, left: ErrorFields, right: ErrorFields) -> Iterator[Row]:
+def gradient_error(gemm: str, left: ErrorFields, right: ErrorFields, *, in_halves: bool = True) -> Iterator[Row]:
     """One row of table `gradients` per component: its sums, `gemm` and `component`, without when and where.
 
     left [..., M, C], right [..., N, C]: the decomposition of the operands, C the contraction axis of the product;
-    of several products (one per expert) the sums.
+    of several products (one per expert) the sums. `in_halves` is False where the tokens cannot be cut in two halves
+    alike, as the few tokens of an expert.
     """
-    exact = left.x @ right.x.mT
-    halves = _halves(left.x, right.x, exact) if gemm == WGRAD else _NO_HALVES
+    exact = product(left.x, right.x.mT)
+    halves = _halves(left.x, right.x, exact) if gemm == WGRAD and in_halves else _NO_HALVES
     parts = (
         ("total", left.e, right.e),
         ("scale", left.e_scale, right.e_scale),
@@ -44,17 +46,17 @@ def gradient_error(gemm: str, left: ErrorFields, right: ErrorFields) -> Iterator
         ("grid", left.e_grid, right.e_grid),
     )
     for component, e_left, e_right in parts:
-        error = e_left @ (right.x + e_right).mT + left.x @ e_right.mT
+        error = product(e_left, (right.x + e_right).mT) + product(left.x, e_right.mT)
         values = torch.stack([_dot(exact, exact), _dot(error, error), _dot(exact, error)]).tolist()
         yield {"gemm": gemm, "component": component, **dict(zip(_SUMS, values)), **halves}
 
 
 def _halves(left: torch.Tensor, right: torch.Tensor, exact: torch.Tensor) -> Row:
-    """Of whole 32-token tiles; NaN where there is but one."""
+    """Sums of the two halves, in whole 32-token tiles; NaN where there is but one tile."""
     middle = left.shape[-1] // (2 * TILE) * TILE
     if middle == 0:
         return _NO_HALVES
-    a = left[..., :middle] @ right[..., :middle].mT
+    a = product(left[..., :middle], right[..., :middle].mT)
     b = exact - a
     return dict(zip(_HALVES, torch.stack([_dot(a, a), _dot(b, b), _dot(a, b)]).tolist()))
 

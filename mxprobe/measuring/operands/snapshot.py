@@ -4,7 +4,7 @@ R = rows (tokens, flattened over batch and sequence), K = in features, O = out f
 
 Where rows are sampled there are two samples, one behind the other: whole 32-token tiles, for the products whose blocks
 run along tokens, and single rows, the largest always among them, for all else (`mxprobe.measuring.sampling`). The
-single rows of G are those of its own largest, not of X's.
+single rows of G are those of its own largest, not of X's. `mxprobe.measuring.operands.copying` takes the copies.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from typing import Any
 import torch
 
 from mxprobe.measuring.adapters.placement import WHOLE, Placement
+from mxprobe.measuring.operands.stack import Sample, Stack
 from mxprobe.measuring.operands.weights import WeightSample
-from mxprobe.measuring.sampling import TILE, Rows, row_norms, sample_singles, sample_tiles, seed_of, take
-
-CPU_MAX_ROWS = 128
-"""Rows measured where a CPU does it: about 25 ms for the six operands of a 64 x 64 Linear and eleven corrections."""
-MAX_ELEMENTS = 1 << 24
-"""Elements of one copied operand, over which rows of very wide modules are sampled."""
+from mxprobe.measuring.sampling import TILE, Rows, row_norms, sample_singles, seed_of, take
 
 
 @dataclass
@@ -36,7 +32,7 @@ class Moment:
     time_ns: int
 
     def key(self) -> dict[str, Any]:
-        """Return the columns that every row of it has."""
+        """Return the columns that all its rows share."""
         return {
             "step": self.step,
             "micro_step": self.micro_step,
@@ -52,17 +48,18 @@ class Snapshot(Moment):
 
     n_rows: int
     """Rows there were; the first dimension of `x` says how many were copied."""
-    row_index: torch.Tensor | None
     x: torch.Tensor
     """[R_s, K]"""
-    y: torch.Tensor | None
-    """[R_s, O_s], with the bias; None where the module does not show it."""
-    y_watched: torch.Tensor | None
-    """[R_s, F], with the bias: the output features of `weight.watched`."""
     weight: WeightSample
     with_operands: bool
     """False where only the realised output error is wanted."""
     with_weights: bool
+    row_index: torch.Tensor | None = None
+    """int64 [R_s]; None for all rows."""
+    y: torch.Tensor | None = None
+    """[R_s, O_s], with the bias; None where the module does not show it."""
+    y_watched: torch.Tensor | None = None
+    """[R_s, F], with the bias: the output features of `weight.watched`."""
     gradient: torch.Tensor | None = None
     """[R_s, O], of the loss (scaled, under a GradScaler) by y; [R_gs, O] with `g_index`."""
     chosen: torch.Tensor | None = None
@@ -88,22 +85,18 @@ class Snapshot(Moment):
 
     @property
     def sampled_frac(self) -> float:
-        return self.single(self.x).shape[0] / self.n_rows
+        return self.single(self.x).shape[0] / max(self.n_rows, 1)
 
     @property
     def tile_frac(self) -> float:
-        return self.tiled(self.x).shape[0] / self.n_rows
-
-    @property
-    def n_tiles(self) -> int:
-        return -(-self.tiled(self.x).shape[0] // TILE)
+        return self.tiled(self.x).shape[0] / max(self.n_rows, 1)
 
     def tiled(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of copied rows (of x, y or the gradient) the whole tiles."""
+        """Return the whole tiles of copied rows (of x, y or the gradient)."""
         return rows[: self.n_tile_rows] if self.n_tile_rows else rows
 
     def single(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of copied rows those that stand for all by their weights."""
+        """Return those copied rows that stand for all by their weights."""
         return rows[self.n_tile_rows :]
 
     def row_weights(self) -> torch.Tensor | None:
@@ -112,6 +105,7 @@ class Snapshot(Moment):
         return None if weights is None else weights / weights.max()
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
+        """Copy the rows wanted of G [..., O], in the training thread, without waiting."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         if self.singles is not None and self.row_index is not None:
             n, seed = self.singles.index.shape[0], seed_of(self.step, self.module) + 2
@@ -163,56 +157,45 @@ class Snapshot(Moment):
         """Record, without waiting, the point of the current CUDA stream at which the copies are complete."""
         self.ready = event_now(self.x.device)
 
+    def stack(self) -> Stack:
+        """Return the copies as a stack of one; in the thread that measures."""
+        w, x, tiles, g = self.weight, self.single(self.x)[None], self.tiled(self.x)[None], self.gradient
+        of_rows = self.sampled_frac, x.shape[1] if self.row_index is None else _n_tiles(tiles)
+        of_tiles = of_g_tiles = self.tile_frac, _n_tiles(tiles)
+        of_g, y = of_rows, self.y
+        if g is not None and self.g_index is not None:
+            of_g = g.shape[0] / self.n_gradient_rows, g.shape[0]
+            of_g_tiles = of_g[0], _n_tiles(g[None])
+        if y is not None and w.bias is not None:
+            y = y.double() - w.bias.double()
+        return Stack(
+            x=Sample(x, *of_rows, self.singles),
+            g=None if g is None else Sample(self.single(g)[None], *of_g, self.singles_of_gradient),
+            x_tiles=Sample(tiles, *of_tiles),
+            g_tiles=None if g is None else Sample(self.tiled(g)[None], *of_g_tiles),
+            y=None if y is None else self.single(y)[None],
+            y_dtype=self.x.dtype if self.y is None else self.y.dtype,
+            w_rows=w.rows[None],
+            w_columns=w.columns[None],
+            out_index=w.out_index,
+            in_index=w.in_index,
+            y_weights=self.row_weights(),
+            has_same_tokens=self.g_index is None,
+            x_of_g=None if self.x_of_gradient is None else self.x_of_gradient[None],
+            g_of_x=None if self.gradient_of_x is None else self.gradient_of_x[None],
+            placement=self.placement,
+        )
+
+
+def _n_tiles(rows: torch.Tensor) -> int:
+    """How many 32-row tiles [1, R, C] has, a short last one too."""
+    return -(-rows.shape[1] // TILE)
+
 
 def _joined(first: Snapshot, a: torch.Tensor | None, second: Snapshot, b: torch.Tensor | None) -> torch.Tensor | None:
     return None if a is None or b is None else torch.cat((first.single(a), second.single(b)))
 
 
-def copied_outputs(
-    y: torch.Tensor | None, weight: WeightSample, index: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Copies of y at the sampled rows: of the sampled output features, and of the watched ones."""
-    if y is None:
-        return None, None
-    whole = y.detach().reshape(-1, y.shape[-1])
-    sampled = take(whole if weight.out_index is None else whole.index_select(1, weight.out_index), index)
-    if weight.watched is weight.rows:
-        return sampled, sampled
-    return sampled, take(whole.index_select(1, weight.watched_index), index)
-
-
 def event_now(device: torch.device) -> Any:
-    """The current point of the device's current CUDA stream; None on a CPU."""
+    """Record the point at which the device's current CUDA stream is; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Rows to copy: int64, whole tiles and behind them single rows; None for all."""
-
-    index: torch.Tensor | None
-    n_tile_rows: int = 0
-    singles: Rows | None = None
-
-
-def choose_rows(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> Chosen:
-    """Of [..., K]."""
-    n, limit = x.numel() // x.shape[-1], _row_limit(x, max_rows, out_features)
-    if n <= max(limit, TILE):
-        return Chosen(None)
-    each = limit if x.device.type == "cpu" else limit // 2
-    tiles = sample_tiles(n, each, seed=seed, device=x.device)
-    singles = sample_singles(row_norms(x.reshape(-1, x.shape[-1])), each, seed=seed)
-    if tiles is None or singles is None:
-        return Chosen(tiles)
-    return Chosen(torch.cat((tiles, singles.index)), tiles.shape[0], singles)
-
-
-def choose_tiles(x: torch.Tensor, *, max_rows: int, out_features: int, seed: int) -> torch.Tensor | None:
-    """Indices of whole tiles of the rows of [..., K]; None for all."""
-    return sample_tiles(x.numel() // x.shape[-1], _row_limit(x, max_rows, out_features), seed=seed, device=x.device)
-
-
-def _row_limit(x: torch.Tensor, max_rows: int, out_features: int) -> int:
-    limit = min(max_rows, MAX_ELEMENTS // max(x.shape[-1], out_features))
-    return min(limit, CPU_MAX_ROWS) if x.device.type == "cpu" else limit

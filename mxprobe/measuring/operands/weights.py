@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxprobe.measuring.adapters.linear import effective_weight as effective_weight
-from mxprobe.measuring.adapters.table import adapter_of
+from mxprobe.measuring.adapters.families import adapter_of
+from mxprobe.measuring.adapters.torch_linear import effective_weight as effective_weight
 from mxprobe.measuring.isolation import is_plain
 from mxprobe.measuring.sampling import sample_tiles, spread, take
 
 CPU_MAX_FEATURES = 128
 """Features measured where a CPU does it: the products of the errors are nearly all that measuring costs there."""
 WATCHED_BYTES = 1 << 16
-"""Of one version of one module, kept to tell which version generation computes with ..."""
+"""Bytes kept of one version of one module, to tell which version generation computes with ..."""
 MIN_WATCHED = 8
-"""... but at least so many output features."""
+"""... in at least so many output features."""
 
 
 @dataclass(frozen=True)

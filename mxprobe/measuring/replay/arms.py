@@ -37,20 +37,11 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.measuring.replay.backward import GradientSums, Layer, RoundedLinear, WeightGradients
-from mxprobe.measuring.replay.call import Call, NotReplayableError, forward, replayed
+from mxprobe.measuring.replay.captured_call import Call, forward_policy, replayed
 from mxprobe.measuring.replay.expert_forwards import RoutingReplay
-from mxprobe.measuring.replay.linears import Intercept, Product
-from mxprobe.measuring.replay.policy import (
-    TOKEN_ARGUMENT,
-    PolicyGradient,
-    PolicyOutput,
-    chosen,
-    draw_tokens,
-    entropy_of,
-    find_policy,
-    given_tokens,
-)
-from mxprobe.measuring.replay.representation import Outputs, Representation
+from mxprobe.measuring.replay.interception import Product, intercepted
+from mxprobe.measuring.replay.policy_output import PolicyGradient, PolicyOutput, chosen, draw_tokens, entropy_of
+from mxprobe.measuring.replay.representation import Representation
 from mxprobe.schema import DEFAULT_ARMS, Role, Row
 from mxprobe_kernels.recipe_grammar import Correction
 
@@ -71,7 +62,7 @@ Quantize = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def quantizer(arm: str, *, format: str = "mxfp4", rule: str = "rceil") -> Quantize:
-    """The arm's effect on an operand. ValueError for an unknown arm, naming the known ones."""
+    """Return the arm's effect on an operand. ValueError for an unknown arm, naming the known ones."""
     if arm == HIGH:
         return lambda x, seed: x.float()
     if arm in (Q_WEIGHTS, ROUTED):
@@ -114,7 +105,7 @@ def arm_product(
     gradients: WeightGradients | None = None,
     at: Quantize | None = None,
 ) -> Product:
-    """The product of a Linear under an arm: Q(x) Q(W)^T + b, float32, returned in the layer's own dtype.
+    """Return the product of a Linear under an arm: Q(x) Q(W)^T + b, float32, returned in the layer's own dtype.
 
     only: the (module, role) whose operands the arm changes; all if None. W's control noise depends on the module and
     `seed` alone: the error of W is a fixed bias, so its control is frozen too. gradients: where the weight gradients
@@ -187,23 +178,23 @@ class Arm(NamedTuple):
     """float64 [7]: n_tokens, KL(high || arm), d, d^2, entropy - entropy of high, loss - loss of high, and that of the
     run's own loss, to first order in the policy."""
     gradients: tuple[GradientSums, ...] = ()
-    """Per module; none where the gradient at the policy is not known or does not reach the Linears."""
+    """One a module; none where the gradient at the policy is not known or does not reach the Linears."""
     representation: Representation | None = None
-    """Of arm `q`."""
+    """Errors of the Linears' outputs under arm `q`."""
     is_whole: torch.Tensor | None = None
     """bool: the forward was the arm's; None where that was never in doubt."""
 
     @property
     def holds(self) -> bool:
-        """Whether it may be told; waits for the device."""
+        """Say whether its numbers are valid; waits for the device."""
         return self.is_whole is None or bool(self.is_whole)
 
     def row(self) -> Row:
-        """A row of table `replays` without when; copies from the device, which waits for it."""
+        """Return a row of table `replays` without when; copies from the device, which waits for it."""
         return {"arm": self.name, "estimator": self.estimator, **dict(zip(_VALUES, self.values.tolist()))}
 
     def gradient_rows(self) -> Iterator[Row]:
-        """Rows of table `replay_gradients` without when; one copy from the device."""
+        """Yield rows of table `replay_gradients` without when; one copy from the device."""
         if not self.gradients:
             return
         values = torch.stack([each.values.cpu() for each in self.gradients]).tolist()
@@ -234,8 +225,8 @@ def replay_arms(
     """
     quantizers = {arm: quantizer(arm, format=format, rule=rule) for arm in arms}
     high = None if gradient is None else WeightGradients(modules)
-    product, outputs = arm_product(quantizer(HIGH), gradients=high), Outputs(modules)
-    product = outputs.of(product) if "q" in arms else product
+    representation, product = Representation(modules), arm_product(quantizer(HIGH), gradients=high)
+    product = representation.of_high(product) if "q" in arms else product
     routing = RoutingReplay(call.module)
     with routing.recording():
         output = run_arm(call, modules, product, gradient, high)
@@ -243,37 +234,30 @@ def replay_arms(
     estimator = EXACT if reference.log_probs is not None else K3
     for arm, quantize in quantizers.items():
         if arm == ROUTED:
-            yield from _routed(
-                call, modules, arm_product(quantize, only=only, seed=seed), routing, reference, estimator
-            )
+            output = _routed(call, modules, arm_product(quantize, only=only, seed=seed), routing)
+            if output is not None and (is_whole := routing.is_whole) is not None:
+                yield Arm(arm, estimator, _compare(reference, output, None), is_whole=is_whole)
             continue
         found = None if high is None or not high.of else WeightGradients(modules)
-        how: dict[str, Any] = {"only": only, "seed": seed, "gradients": found}
         at = quantize if arm == Q_WEIGHTS else None
-        product = arm_product(quantize if at is None else quantizer(HIGH), at=at, **how)
-        representation = Representation(outputs) if arm == "q" else None
-        product = product if representation is None else representation.of(product)
+        rounded = quantize if at is None else quantizer(HIGH)
+        product = arm_product(rounded, at=at, only=only, seed=seed, gradients=found)
+        product = representation.of_arm(product) if arm == "q" else product
         output = run_arm(call, modules, product, gradient, found)
         sums = () if found is None or high is None else tuple(found.against(high, modules))
-        if representation is not None:
+        if arm == "q":
             representation.close()
-        yield Arm(arm, estimator, _compare(reference, output, gradient), sums, representation)
+        errors = representation if arm == "q" else None
+        yield Arm(arm, estimator, _compare(reference, output, gradient), sums, errors)
 
 
 def _routed(
-    call: Call,
-    modules: Mapping[str, nn.Linear],
-    product: Product,
-    routing: RoutingReplay,
-    reference: Reference,
-    estimator: str,
-) -> Iterator[Arm]:
+    call: Call, modules: Mapping[str, nn.Linear], product: Product, routing: RoutingReplay
+) -> PolicyOutput | None:
     if not routing.is_possible:
-        return
+        return None
     with routing.replaying():
-        output = run_arm(call, modules, product, None, None)
-    if (is_whole := routing.is_whole) is not None:
-        yield Arm(ROUTED, estimator, _compare(reference, output, None), is_whole=is_whole)
+        return run_arm(call, modules, product, None, None)
 
 
 def run_arm(
@@ -284,10 +268,8 @@ def run_arm(
     gradients: WeightGradients | None,
 ) -> PolicyOutput:
     """Run the call with that product, and backwards from `gradient` into `gradients` where both are given."""
-    with replayed(call, gradient=gradients is not None), Intercept(modules, product):
-        policy = find_policy(forward(call))
-        if policy is None:
-            raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
+    with replayed(call, gradient=gradients is not None), intercepted(modules, product):
+        policy = forward_policy(call)
         if gradient is not None and gradients is not None:
             _run_back(policy, gradient, gradients)
     return policy.detached()
@@ -309,16 +291,14 @@ def _run_back(policy: PolicyOutput, gradient: PolicyGradient, gradients: WeightG
 @torch.no_grad()
 def _reference(call: Call, output: PolicyOutput, mask: torch.Tensor | None, seed: int) -> Reference:
     n = output.tensor.shape[0]
-    read = output.label_mask if output.label_mask is not None else mask
     if output.logits is not None:
         n = min(n, max(MAX_REFERENCE // max(output.logits[0].numel(), 1), 1))
-    shape = output.tensor.shape[:2]
-    counted = (torch.ones(shape, device=output.tensor.device) if read is None else read.float())[:n]
+    counted = output.counted(mask)[:n]
     if output.logits is None:
         entropy = None if output.entropy is None else output.entropy[:n].float()
         return Reference(n, None, output.tensor[:n].float(), None, entropy, counted, output.loss)
     log_probs = torch.log_softmax(output.logits[:n].float(), -1)
-    tokens = given_tokens(call.argument(TOKEN_ARGUMENT), output.logits.shape)
+    tokens = call.tokens(output.logits.shape)
     if tokens is None:
         generator = torch.Generator(device=log_probs.device)
         generator.manual_seed(seed)
@@ -357,5 +337,5 @@ def _compare(reference: Reference, output: PolicyOutput, gradient: PolicyGradien
 
 
 def exact_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) of each position, float64 [B, T], from logits or log-probabilities [B, T, V]."""
+    """Return KL(p || q) of each position, float64 [B, T], from logits or log-probabilities [B, T, V]."""
     return mxprobe_kernels.exact_kl(p.flatten(0, 1), q.flatten(0, 1)).reshape(p.shape[:2])

@@ -53,7 +53,7 @@ class WeightGradients:
 
     @property
     def anchors(self) -> list[torch.Tensor]:
-        """Scalars of zero, one a device: a backward pass for them reaches every product and no parameter."""
+        """Return scalars of zero, one a device: a backward pass for them reaches every product and no parameter."""
         return list(self._anchors.values())
 
     def anchor(self, device: torch.device) -> torch.Tensor:
@@ -62,7 +62,7 @@ class WeightGradients:
         return self._anchors[device]
 
     def features(self, out_features: int, device: torch.device) -> torch.Tensor | None:
-        """[O_s] evenly spaced output features; None for all."""
+        """Return [O_s] evenly spaced output features; None for all."""
         if out_features <= self._n_features:
             return None
         return spread(self._n_features, out_features, device)
@@ -72,11 +72,11 @@ class WeightGradients:
         self.of[name] = gradient if before is None else before + gradient
 
     def keep_step(self, name: str, step: torch.Tensor) -> None:
-        """w - Q(w) [O, K] of an arm at w = Q(w)."""
+        """Keep w - Q(w) [O, K] of an arm at w = Q(w)."""
         self._steps[name] = take(step, self.features(step.shape[0], step.device))
 
     def against(self, high: WeightGradients, modules: Mapping[str, nn.Linear]) -> Iterator[GradientSums]:
-        """Sums per module that has a gradient in both; stays on the device."""
+        """Yield the sums of each module that has a gradient in both; they stay on the device."""
         for name, reference in high.of.items():
             if name in self.of:
                 g, d = reference.double(), self.of[name].double() - reference.double()
@@ -88,7 +88,7 @@ class WeightGradients:
 
 
 class Layer(NamedTuple):
-    """What one product needs besides its input."""
+    """The values that one product needs besides its input."""
 
     name: str
     weight: torch.Tensor

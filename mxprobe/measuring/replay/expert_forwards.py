@@ -11,16 +11,18 @@ than once in a forward, or that does not return the experts (Llama 4's) is left 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from mxprobe.measuring.adapters.experts import logits_of
-from mxprobe.measuring.adapters.structure import is_router
-from mxprobe.measuring.isolation import in_backward, is_plain
+from mxprobe.measuring.adapters.expert_structure import is_router
+from mxprobe.measuring.adapters.fused_experts import logits_of
+from mxprobe.measuring.compat import in_backward
+from mxprobe.measuring.isolation import is_plain
+from mxprobe.measuring.replay.interception import hooked
 
 TOLERANCE = 1e-3
 """Relative to the weights: they are returned in the model's dtype, and divided in it."""
@@ -30,21 +32,21 @@ class RoutingReplay:
     """`recording` around one forward pass, then `replaying` around another of the same tokens; not in training."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._routers = [module for module in root.modules() if is_router(module)]
-        self._chosen: dict[int, torch.Tensor] = {}
-        """id of a router -> int64 [T, k]."""
-        self._n_calls: dict[int, int] = {}
-        self._misfits: set[int] = set()
+        self._routers = {name: module for name, module in root.named_modules() if is_router(module)}
+        self._chosen: dict[str, torch.Tensor] = {}
+        """Router -> int64 [T, k]."""
+        self._n_calls: dict[str, int] = {}
+        self._misfits: set[str] = set()
         self._n_replayed = torch.zeros((), dtype=torch.int64)
 
     @property
     def is_possible(self) -> bool:
-        """There are routers, and all of them were recorded, once."""
-        return bool(self._routers) and all(self._n_calls.get(id(each)) == 1 for each in self._routers)
+        """Say whether there are routers, and all of them were recorded, once."""
+        return bool(self._routers) and all(self._n_calls.get(name) == 1 for name in self._routers)
 
     @property
     def is_whole(self) -> torch.Tensor | None:
-        """bool, on the device: every router took the recorded choice in the forward that has just been replayed.
+        """Return bool, on the device: every router took the recorded choice in the forward that has just been replayed.
 
         None where one could not, whatever its weights.
         """
@@ -52,35 +54,35 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Each router's choice in the forward inside; what a backward pass computes again is not looked at."""
-        with _hooked(self._routers, self._record):
+        """Record each router's choice in the forward inside; what a backward pass computes again is not looked at."""
+        with hooked(self._routers, self._record):
             yield
 
     @contextmanager
     def replaying(self) -> Generator[None]:
         self._n_replayed = torch.zeros((), dtype=torch.int64)
-        with _hooked(self._routers, self._exchange):
+        with hooked(self._routers, self._exchange):
             yield
 
-    def _record(self, router: nn.Module, output: Any) -> None:
+    def _record(self, name: str, router: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
-        self._n_calls[id(router)] = self._n_calls.get(id(router), 0) + 1
+        self._n_calls[name] = self._n_calls.get(name, 0) + 1
         place = _experts_at(output)
         if place is None:
-            self._misfits.add(id(router))
+            self._misfits.add(name)
         else:
-            self._chosen[id(router)] = output[place].detach().clone()
+            self._chosen[name] = output[place].detach().clone()
 
-    def _exchange(self, router: nn.Module, output: Any) -> Any:
-        experts, places = self._chosen.get(id(router)), _places(router, output)
+    def _exchange(self, name: str, router: nn.Module, args: Any, output: Any) -> Any:
+        experts, places = self._chosen.get(name), _places(router, output)
         if experts is None or places is None or in_backward():
-            self._misfits.add(id(router))
+            self._misfits.add(name)
             return None
         at_weights, at_experts = places
         logits, weights, own = logits_of(router, output), output[at_weights], output[at_experts]
         if own.shape != experts.shape:
-            self._misfits.add(id(router))
+            self._misfits.add(name)
             return None
         made, fits = _weights(logits, weights, own, experts)
         self._n_replayed = self._n_replayed.to(fits.device) + fits
@@ -93,7 +95,7 @@ class RoutingReplay:
 def _weights(
     logits: torch.Tensor, weights: torch.Tensor, own: torch.Tensor, experts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights of `experts` [T, k], bool: the form that was found gives the router's own weights back); no waiting."""
+    """Return the weights of `experts` [T, k], and bool: the form found gives the router's own weights back."""
     best, fits = weights.float(), torch.zeros((), dtype=torch.bool, device=logits.device)
     for scores in (logits.float().softmax(-1), logits.float().sigmoid()):
         for is_normed in (True, False):
@@ -112,7 +114,7 @@ def _form(scores: torch.Tensor, experts: torch.Tensor, is_normed: bool) -> torch
 
 
 def _experts_at(output: Any) -> int | None:
-    """Where in a router's result the experts are, int64 [T, k]."""
+    """Find where in a router's result the experts are, int64 [T, k]."""
     for i, each in enumerate(output if isinstance(output, tuple) else ()):
         if is_plain(each) and each.dtype == torch.int64 and each.dim() == 2:
             return i
@@ -120,7 +122,7 @@ def _experts_at(output: Any) -> int | None:
 
 
 def _places(router: nn.Module, output: Any) -> tuple[int, int] | None:
-    """Places of the weights and of the experts; None where either is missing."""
+    """Find the places of the weights and of the experts; None where either is missing."""
     at_experts, logits = _experts_at(output), logits_of(router, output)
     if at_experts is None or not is_plain(logits):
         return None
@@ -129,13 +131,3 @@ def _places(router: nn.Module, output: Any) -> tuple[int, int] | None:
         if is_of_experts and each is not logits:
             return i, at_experts
     return None
-
-
-@contextmanager
-def _hooked(routers: Sequence[nn.Module], on_call: Callable[[nn.Module, Any], Any]) -> Generator[None]:
-    handles = [each.register_forward_hook(lambda module, _, output: on_call(module, output)) for each in routers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,4 +1,4 @@
-"""What the error of one operand does to the weight gradients of the whole model, wherever it travels.
+"""The effect of one operand's error on the weight gradients of the whole model, wherever it travels.
 
     g(delta) = all dW with delta added to one operand          g(0) = g
     ||g(E) - g||^2  ~  E_v [ <d<v, g>/d delta, E>^2 ],         v ~ N(0, 1), K directions
@@ -25,12 +25,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mxprobe_kernels
+from mxprobe.measuring.compat import backward_node_class, own_parts
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.replay.arms import BACKWARD_ROLES, FORWARD_ROLES, HIGH, arm_product, quantizer, run_arm
 from mxprobe.measuring.replay.backward import WeightGradients
-from mxprobe.measuring.replay.call import Call, NotReplayableError, forward, replayed
-from mxprobe.measuring.replay.linears import Intercept
-from mxprobe.measuring.replay.policy import PolicyGradient, find_policy
+from mxprobe.measuring.replay.captured_call import Call, forward_policy, replayed
+from mxprobe.measuring.replay.components import error_parts, with_total
+from mxprobe.measuring.replay.interception import intercepted
+from mxprobe.measuring.replay.policy_output import PolicyGradient
+from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.schema import COMPONENTS, Role, Row
 
 ROLES = (*FORWARD_ROLES, *BACKWARD_ROLES)
@@ -74,7 +77,7 @@ class _ProbedLinear(torch.autograd.Function):
         return back, d_w, None, g @ w, g.T @ x, None, None, None, None
 
 
-_OURS: Any = getattr(_ProbedLinear, "_backward_cls")  # noqa: B009  what autograd makes of it
+_OURS = backward_node_class(_ProbedLinear)
 
 
 def probe_gradients(
@@ -87,7 +90,7 @@ def probe_gradients(
     rule: str = "rceil",
     seed: int = 0,
 ) -> list[Row]:
-    """Rows of table `gradient_probes` without when; copies from the device.
+    """Return rows of table `gradient_probes` without when; copies from the device.
 
     gradient: that of the run's loss at the policy. By double backward where that works, else by interventions.
     NotReplayableError where the model returns no policy, or no weight gradient is reached.
@@ -132,18 +135,16 @@ def _by_double_backward(
             values = {Role.X_FWD: rows0, Role.W_FWD: w0, Role.W_DGRAD: w0.T, Role.X_WGRAD: rows0.T}
             seen.append(_Operands(name, places, values))
             y = _ProbedLinear.apply(rows, w, seen[-1], *places.values())
-            bias: Any = vars(module)["_parameters"].get("bias")
+            bias: Any = own_parts(module, "_parameters").get("bias")
             y = y if bias is None else y + bias.detach().float()
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         return y.reshape(*x.shape[:-1], -1).to(dtype)
 
     with ExitStack() as stack:
         stack.enter_context(replayed(call, gradient=True))
-        stack.enter_context(Intercept(modules, product))
+        stack.enter_context(intercepted(modules, product))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        policy = find_policy(forward(call))
-        if policy is None:
-            raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
+        policy = forward_policy(call)
         outputs, at_outputs = gradient.pairs(policy)
         trained = {name: w for name, w in weights.items() if modules[name].weight.requires_grad}
         if not outputs or not trained:
@@ -163,7 +164,7 @@ def _by_double_backward(
 
 
 def _has_foreign_function(outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a Python-defined operator that is not ours made any of it.
+    """Say whether a Python-defined operator that is not ours made any of it.
 
     Its backward may call a kernel without a derivative; autograd then takes the result for a constant and says nothing.
     """
@@ -183,9 +184,12 @@ def _has_foreign_function(outputs: Sequence[torch.Tensor]) -> bool:
 def _rows(
     seen: list[_Operands], whole: dict[str, torch.Tensor], n_probes: int, format: str, rule: str, seed: int
 ) -> list[Row]:
-    """One row per module, role and component, from both ways of propagating."""
+    """Return one row per module, role and component, from both ways of propagating."""
     with torch.no_grad():
-        errors = [{r: _errors(v, format, rule) for r, v in each.values.items()} for each in seen]
+        errors = [
+            {r: error_parts(mxprobe_kernels.error_fields(v, format=format, rule=rule)) for r, v in each.values.items()}
+            for each in seen
+        ]
         ref2 = float(torch.stack([g.detach().double().square().sum() for g in whole.values()]).sum())
         local = _local(seen, errors, whole)
     travelled = _travelled(seen, errors, list(whole.values()), n_probes, seed)
@@ -204,7 +208,7 @@ def _travelled(
     n_probes: int,
     seed: int,
 ) -> dict[tuple[str, Role], torch.Tensor]:
-    """float64 [C] mean over directions of <derivative, error>^2; the same weight called twice adds up."""
+    """Return float64 [C]: the mean over directions of <derivative, error>^2; the same weight called twice adds up."""
     device = whole[0].device
     places = [(i, role, each.places[role]) for i, each in enumerate(seen) for role in each.values if role in _TRAVEL]
     total: dict[tuple[str, Role], torch.Tensor] = {}
@@ -219,7 +223,7 @@ def _travelled(
             for (i, role, _), derivative in zip(places, derivatives):
                 e, key = errors[i][role].flatten(1), (seen[i].name, role)
                 parts = e.new_zeros(len(e)) if derivative is None else e @ derivative.reshape(-1)
-                delta[key] = delta.get(key, 0.0) + _with_total(parts).double()
+                delta[key] = delta.get(key, 0.0) + with_total(parts).double()
             for key, each in delta.items():
                 total[key] = total.get(key, 0.0) + each.square() / n_probes
     return total
@@ -228,30 +232,19 @@ def _travelled(
 def _local(
     seen: list[_Operands], errors: list[dict[Role, torch.Tensor]], trained: Collection[str]
 ) -> dict[tuple[str, Role], torch.Tensor]:
-    """float64 [C] ||E_G^T X||^2 and ||G^T E_X||^2 of each component, for the modules that have a gradient."""
+    """Return float64 [C], ||E_G^T X||^2 and ||G^T E_X||^2 of each component, for the modules that have a gradient."""
     products: dict[tuple[str, Role], torch.Tensor] = {}
     for each, parts in zip(seen, errors):
         if Role.G_WGRAD in each.values and each.name in trained:
             for role, met in ((Role.G_WGRAD, Role.X_WGRAD), (Role.X_WGRAD, Role.G_WGRAD)):
-                made = _with_total(parts[role] @ each.values[met].T.float())
+                made = with_total(parts[role] @ each.values[met].T.float())
                 products[each.name, role] = products.get((each.name, role), 0.0) + made
     return {key: made.double().square().sum((1, 2)) for key, made in products.items()}
 
 
-def _with_total(parts: torch.Tensor) -> torch.Tensor:
-    """[3, ...] -> [4, ...]: their sum first."""
-    return torch.cat((parts.sum(0, keepdim=True), parts))
-
-
 def _gradients(*arguments: Any, **options: Any) -> Sequence[Any]:
-    """Those of `torch.autograd.grad`, None where an input is not reached."""
+    """Return the gradients of `torch.autograd.grad`, None where an input is not reached."""
     return torch.autograd.grad(*arguments, allow_unused=True, **options)
-
-
-def _errors(operand: torch.Tensor, format: str, rule: str) -> torch.Tensor:
-    """[rows, C] -> float32 [3, rows, C]: scale, deadzone and grid part of its rounding error."""
-    fields = mxprobe_kernels.error_fields(operand, format=format, rule=rule)
-    return torch.stack((fields.e_scale, fields.e_dz, fields.e_grid)).float()
 
 
 def _by_interventions(
@@ -274,7 +267,7 @@ def _by_interventions(
 
 
 def groups(modules: Mapping[str, nn.Linear]) -> Iterator[tuple[str, Role, list[str]]]:
-    """(pattern, role, modules of it): by the last part of their names; by role alone where that makes too many."""
+    """Yield (pattern, role, modules of it): by the last part of names, or by role alone where these are too many."""
     by_kind: dict[str, list[str]] = {}
     for name in modules:
         by_kind.setdefault(f"*{name.rpartition('.')[2]}", []).append(name)

@@ -1,4 +1,4 @@
-"""What is left of each Linear's output under an arm, and whose error it is: rows of table `layers`.
+"""How each Linear's output differs under an arm, and whose error it is: rows of table `layers`.
 
     y  = x W^T + b      in high precision
     y' = Q(x') Q(W)^T + b      under the arm, x' the input that the arm itself brings here
@@ -7,7 +7,7 @@
     error      = y' - y = injected + propagated        SNR = ||y||^2 / ||error||^2
 
 Exact on the rows that are kept of each Linear's first call, evenly spaced, padding among them: as many as
-`MAX_ELEMENTS` of all outputs together allow, which are held from the run in high precision to the end of the arm's. A
+`MAX_ELEMENTS` of all outputs together allow. They are held from the run in high precision to the end of the arm's. A
 Linear that sees another number of rows under the arm (an expert, after a router chose otherwise) is left out.
 """
 
@@ -20,93 +20,77 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.measuring.replay.linears import Product
-from mxprobe.measuring.replay.residuals import Difference, difference
+from mxprobe.measuring.replay.interception import Product
+from mxprobe.measuring.replay.residual_stream import Difference, LayerDifference, difference, layer_rows
 from mxprobe.measuring.sampling import spread
+from mxprobe.schema import Row
 
 MAX_ELEMENTS = 1 << 26
-"""Of outputs in high precision that are held, float32."""
+"""Elements of outputs in high precision that are held, float32."""
 MIN_ROWS, MAX_ROWS = 16, 1024
 INJECTED, PROPAGATED, ERROR = "injected", "propagated", "error"
 
 
-class Outputs:
-    """Rows of every Linear's output: `of` wraps the product that makes them."""
+class Representation:
+    """Errors of an arm against `high`: `of_high` wraps the product of the first run, `of_arm` that of the second."""
 
     def __init__(self, modules: Mapping[str, nn.Linear]) -> None:
-        self.rows: dict[str, torch.Tensor] = {}
+        self._high: dict[str, torch.Tensor] = {}
         """float32 [n, O], in the order of the calls."""
-        self.n_called: dict[str, int] = {}
+        self._n_called: dict[str, int] = {}
         """Rows of the call."""
-        self.eps: dict[str, float] = {}
+        self._eps: dict[str, float] = {}
+        self._found: dict[str, dict[str, Difference]] = {}
         width = sum(module.out_features for module in modules.values())
         self._n = min(max(MAX_ELEMENTS // max(width, 1), MIN_ROWS), MAX_ROWS)
 
-    def of(self, product: Product) -> Product:
+    def of_high(self, product: Product) -> Product:
         def watched(name: str, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
             y = product(name, module, x)
-            if name not in self.rows:
-                self.rows[name], self.eps[name] = self.take(y), torch.finfo(y.dtype).eps
-                self.n_called[name] = _n_rows(y)
+            if name not in self._high:
+                self._high[name], self._eps[name] = self._kept(y), torch.finfo(y.dtype).eps
+                self._n_called[name] = _n_rows(y)
             return y
 
         return watched
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., C] -> float32 [n, C], the rows that are kept."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        return (rows if len(rows) <= self._n else rows[spread(self._n, len(rows), rows.device)]).float()
-
-
-class Representation:
-    """Errors of an arm against `high`, which has run: `of` wraps the arm's product."""
-
-    def __init__(self, high: Outputs) -> None:
-        self._high = high
-        self._found: dict[str, dict[str, Difference]] = {}
-
-    def of(self, product: Product) -> Product:
+    def of_arm(self, product: Product) -> Product:
         def watched(name: str, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
             y = product(name, module, x)
-            if name not in self._found and self._high.n_called.get(name) == _n_rows(y):
+            if name not in self._found and self._n_called.get(name) == _n_rows(y):
                 self._found[name] = self._errors(name, module, x, y)
             return y
 
         return watched
 
+    def _kept(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows that are kept of [..., C], float32 [n, C]."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        return (rows if len(rows) <= self._n else rows[spread(self._n, len(rows), rows.device)]).float()
+
     @torch.no_grad()
     def _errors(self, name: str, module: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> dict[str, Difference]:
-        reference, own = self._high.rows[name], self._high.take(y)
+        reference, own = self._high[name], self._kept(y)
         with torch.autocast(x.device.type, enabled=False):
             bias: Any = module.bias
             bias = None if bias is None else bias.detach().float()
-            exact = F.linear(self._high.take(x), module.weight.detach().float(), bias)
+            exact = F.linear(self._kept(x), module.weight.detach().float(), bias)
         errors = {INJECTED: own - exact, PROPAGATED: exact - reference, ERROR: own - reference}
         reference = reference.double()
         return {each: difference(reference, reference + error) for each, error in errors.items()}
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Rows of table `layers` without when, `layer` being the Linear; waits for the device."""
-        depth = {name: position for position, name in enumerate(self._high.rows)}
-        found = [(name, what, each) for name, parts in self._found.items() for what, each in parts.items()]
-        if not found:
-            return []
-        values = torch.stack([torch.stack(each[1:]).cpu() for _, _, each in found]).tolist()
-        return [
-            {
-                "layer": name,
-                "depth": depth[name],
-                "comparison": what,
-                "n_tokens": each.n_tokens,
-                **dict(zip(("ref2", "diff2", "median_frac"), sums)),
-                "eps": self._high.eps[name],
-            }
-            for (name, what, each), sums in zip(found, values)
-        ]
+    def rows(self) -> list[Row]:
+        """Return rows of table `layers` without when, `layer` being the Linear; waits for the device."""
+        depth = {name: position for position, name in enumerate(self._n_called)}
+        return layer_rows(
+            LayerDifference(name, depth[name], what, each, self._eps[name])
+            for name, parts in self._found.items()
+            for what, each in parts.items()
+        )
 
     def close(self) -> None:
         """Let the outputs in high precision go; what was found stays."""
-        self._high.rows = dict.fromkeys(self._high.rows, torch.empty(0))
+        self._high.clear()
 
 
 def _n_rows(x: torch.Tensor) -> int:

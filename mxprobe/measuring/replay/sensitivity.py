@@ -17,7 +17,7 @@ S = samples measured, T = rows of a sample, K = in features, O = out features, J
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -27,19 +27,13 @@ from torch import nn
 import mxprobe_kernels
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.isolation import undisturbed
-from mxprobe.measuring.replay.call import Call, NotReplayableError, forward, is_by_sample, replayed, with_samples
-from mxprobe.measuring.replay.linears import Intercept, Recorded
-from mxprobe.measuring.replay.policy import (
-    TOKEN_ARGUMENT,
-    PolicyOutput,
-    chosen,
-    entropy_of,
-    find_policy,
-    given_tokens,
-)
+from mxprobe.measuring.replay.captured_call import Call, forward_policy, is_by_sample, replayed, with_samples
+from mxprobe.measuring.replay.components import error_parts, with_total
+from mxprobe.measuring.replay.interception import MAX_OUTPUT_BYTES, Recorded, intercepted
+from mxprobe.measuring.replay.policy_output import TOKEN_ARGUMENT, PolicyOutput, chosen, entropy_of
+from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.schema import COMPONENTS, Role, Row
 
-_N_PARTS = len(COMPONENTS) - 1
 CPU_MAX_ROWS = 256
 DEVICE_MAX_ROWS = 2048
 """Rows of whole samples that are replayed where the model takes samples one by one, and whose errors are propagated
@@ -48,35 +42,43 @@ MAX_LOGITS = 1 << 27
 """Elements of the logits of the samples measured."""
 CHUNK_ELEMENTS = 1 << 20
 """Elements decomposed at a time: about 60 bytes each."""
-MAX_OUTPUT_BYTES = 1 << 31
-"""Outputs of the Linears whose gradients are held at once; the others are for another replay."""
 _WHOLE_ONLY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that do not take their batch in parts: to find out costs a forward pass, once."""
 
+ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
+"""x [rows, K] -> float32 [C - 1, rows, K]"""
+
 
 @dataclass(frozen=True)
-class Errors:
-    """What is propagated: the three parts of the rounding error, and what each correction would leave of it."""
+class _Plan:
+    """The errors that are propagated, of which modules, and how much at once."""
 
     format: str
     rule: str
-    corrections: tuple[str, ...] = ()
+    corrections: tuple[str, ...]
+    record: Collection[str]
+    seed: int
+    n_probes: int
+    max_rows: int
+    max_output_bytes: int
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*COMPONENTS, *self.corrections)
+    def errors_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32 [C - 1, rows, K]: the parts of the error of x, and what each correction would leave of it.
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, K] -> float32 [C - 1, rows, K]: all of `names` but the total, which is the sum of the first three.
-
-        NVFP4 takes its tensor scale from the rows given.
+        The total, their first component, is left out: it is the sum of the three parts. NVFP4 takes its tensor scale
+        from the rows given.
         """
         fields = mxprobe_kernels.error_fields(x, format=self.format, rule=self.rule)
-        left = [fields.e_scale, fields.e_dz, fields.e_grid]
+        parts = [error_parts(fields)]
         for correction in self.corrections:
             corrected = mxprobe_kernels.apply_correction(x, correction, rule=self.rule)
-            left.append(torch.where(corrected.isfinite(), corrected - fields.x, 0.0))
-        return torch.stack(left).float()
+            parts.append(torch.where(corrected.isfinite(), corrected - fields.x, 0.0).float()[None])
+        return torch.cat(parts)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        generator = torch.Generator(device=device)
+        generator.manual_seed(self.seed)
+        return generator
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Sensitivity:
     sums: torch.Tensor
     """float64 [n_operands, C, P + 2]: sum_b delta_b^2 of each of P probes, summed shift of log p, of entropy."""
     n_samples: tuple[int, ...]
-    """Per operand."""
+    """One of each operand."""
     n_tokens: torch.Tensor
     """float64 [], counted tokens of the samples measured."""
     skipped: frozenset[str]
@@ -97,7 +99,7 @@ class Sensitivity:
     """Modules that were called without gradient (frozen below them, or reentrant activation checkpointing)."""
 
     def rows(self) -> Iterator[Row]:
-        """One row per operand, component and probe, without when; copies from the device, which waits for it."""
+        """Yield one row per operand, component and probe, without when; copies from the device, which waits for it."""
         values, n_tokens = self.sums.tolist(), float(self.n_tokens)
         for (module, role), n_samples, of_operand in zip(self.operands, self.n_samples, values):
             for component, (*probes, log_prob, entropy) in zip(self.components, of_operand):
@@ -138,18 +140,13 @@ def measure_sensitivity(
     NotReplayableError where the root returns no policy, or no Linear's output carries a gradient. ValueError for an
     unknown correction. Nothing waits for the device. `in_parts_only`: the whole batch would not fit.
     """
-    errors = Errors(format, rule, tuple(corrections))
     max_rows = max_rows or (CPU_MAX_ROWS if call.device_type == "cpu" else DEVICE_MAX_ROWS)
-    few, few_mask = _few_samples(call, mask, max_rows, seed)
-    recorded = record or modules
-
-    def measured(call: Call, mask: torch.Tensor | None) -> Sensitivity:
-        return _measure(call, modules, errors, mask, recorded, seed, n_probes, max_rows, max_output_bytes)
-
+    plan = _Plan(format, rule, tuple(corrections), record or modules, seed, n_probes, max_rows, max_output_bytes)
+    few, few_mask = _few_samples(call, mask, plan)
     if few is call:
-        return measured(call, mask)
+        return _measure(call, modules, mask, plan)
     try:
-        return measured(few, few_mask)
+        return _measure(few, modules, few_mask, plan)
     except (NotReplayableError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:  # the model does not take its batch in parts
@@ -157,73 +154,58 @@ def measure_sensitivity(
             raise
         if in_parts_only:
             raise NotReplayableError("the model does not take its batch in parts, and whole it is too large") from None
-    found = measured(call, mask)
+    found = _measure(call, modules, mask, plan)
     _WHOLE_ONLY.add(call.module)
     return found
 
 
-def _measure(
-    call: Call,
-    modules: Mapping[str, nn.Linear],
-    errors: Errors,
-    mask: torch.Tensor | None,
-    record: Collection[str],
-    seed: int,
-    n_probes: int,
-    max_rows: int,
-    max_output_bytes: int,
-) -> Sensitivity:
+def _measure(call: Call, modules: Mapping[str, nn.Linear], mask: torch.Tensor | None, plan: _Plan) -> Sensitivity:
     with ExitStack() as stack:
         stack.enter_context(replayed(call, gradient=True))
-        intercept = stack.enter_context(Intercept(modules, record=record, max_bytes=max_output_bytes))
-        policy = find_policy(forward(call))
-        if policy is None:
-            raise NotReplayableError("the model returns neither logits [B, T, V] nor log-probabilities")
-        if not intercept.calls:
+        recordings = stack.enter_context(intercepted(modules, record=plan.record, max_bytes=plan.max_output_bytes))
+        policy = forward_policy(call)
+        if not recordings.calls:
             raise NotReplayableError("no Linear's output carries a gradient (reentrant activation checkpointing)")
         n_batch = policy.tensor.shape[0]
-        generator = torch.Generator(device=policy.tensor.device)
-        generator.manual_seed(seed)
-        samples = _choose_samples(intercept.calls, policy, max_rows, generator)
-        objectives, n_tokens = _objectives(call, policy, mask, samples, generator, n_probes)
-        gradients = _gradients(objectives, intercept.calls)
+        generator = plan.generator(policy.tensor.device)
+        samples = _choose_samples(recordings.calls, policy, plan.max_rows, generator)
+        objectives, n_tokens = _objectives(call, policy, mask, samples, generator, plan.n_probes)
+        gradients = _gradients(objectives, recordings.calls)
         with undisturbed(call.device_type):
-            deltas = _propagate(intercept.calls, gradients, n_batch, samples, errors)
+            deltas = _propagate(recordings.calls, gradients, n_batch, samples, plan.errors_of)
     if not deltas:
         raise NotReplayableError("the policy does not depend on any of the modules")
     known = [any(g is not None for g in of_objective) for of_objective in gradients]
     return Sensitivity(
         operands=tuple(deltas),
-        components=errors.names,
+        components=(*COMPONENTS, *plan.corrections),
         sums=torch.stack([_sums(delta, known) for delta in deltas.values()]),
         n_samples=tuple(delta.shape[-1] for delta in deltas.values()),
         n_tokens=n_tokens,
-        skipped=frozenset(intercept.skipped),
-        unreached=frozenset(intercept.unreached),
+        skipped=frozenset(recordings.skipped),
+        unreached=frozenset(recordings.unreached),
     )
 
 
 def can_be_cut(call: Call) -> bool:
-    """Whether some of its samples can be replayed without the others, as far as can be told beforehand."""
+    """Say whether some of its samples can be replayed without the others, as far as can be known beforehand."""
     ids = call.argument(TOKEN_ARGUMENT)
     is_known = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[0] != ids.shape[1]
     return is_known and is_by_sample(call.module) and call.module not in _WHOLE_ONLY
 
 
-def _few_samples(call: Call, mask: torch.Tensor | None, max_rows: int, seed: int) -> tuple[Call, torch.Tensor | None]:
-    """The call with as many of its samples as are measured, drawn at random; unchanged where it cannot be cut.
+def _few_samples(call: Call, mask: torch.Tensor | None, plan: _Plan) -> tuple[Call, torch.Tensor | None]:
+    """Return the call with as many samples as are measured, drawn at random; unchanged where it cannot be cut.
 
     Samples are the rows of the token ids, which must be told from other arguments by their number alone.
     """
     ids = call.argument(TOKEN_ARGUMENT)
     if not can_be_cut(call):
         return call, mask
-    n_batch, n = ids.shape[0], max(max_rows // max(ids.shape[1], 1), 1)
+    n_batch, n = ids.shape[0], max(plan.max_rows // max(ids.shape[1], 1), 1)
     if n >= n_batch or (mask is not None and mask.shape[0] != n_batch):
         return call, mask
-    generator = torch.Generator(device=ids.device)
-    generator.manual_seed(seed)
-    kept = torch.randperm(n_batch, generator=generator, device=ids.device)[:n].sort().values
+    kept = torch.randperm(n_batch, generator=plan.generator(ids.device), device=ids.device)[:n].sort().values
     few = with_samples(call, n_batch, lambda x: x.index_select(0, kept.to(x.device)))
     return few, None if mask is None else mask.index_select(0, kept.to(mask.device))
 
@@ -231,7 +213,7 @@ def _few_samples(call: Call, mask: torch.Tensor | None, max_rows: int, seed: int
 def _choose_samples(
     calls: Sequence[Recorded], policy: PolicyOutput, max_rows: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Sorted indices of the samples measured."""
+    """Return sorted indices of the samples measured."""
     n_batch = policy.tensor.shape[0]
     rows = max((c.x.shape[1] for c in calls if c.x is not None and c.x.dim() == 3), default=policy.tensor.shape[1])
     n = max_rows // max(rows, 1)
@@ -249,17 +231,14 @@ def _objectives(
     generator: torch.Generator,
     n_probes: int,
 ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """What is differentiated: n_probes signed sums, sum of log p, sum of entropies; None where it is not known."""
-    read = policy.label_mask if policy.label_mask is not None else mask
-    shape = policy.tensor.shape[:2]
-    counted = torch.ones(shape, device=samples.device) if read is None else read.to(torch.float32)
-    counted = counted.index_select(0, samples)
+    """Return what is differentiated: n_probes signed sums, sum of log p, sum of entropies; None where not known."""
+    counted = policy.counted(mask).index_select(0, samples)
     picked = policy.tensor.index_select(0, samples).float()
     if policy.logits is not None:
         log_probs = torch.log_softmax(picked, -1)
         spread = log_probs.detach().mul(0.5).exp()
         entropy: torch.Tensor | None = entropy_of(log_probs)
-        tokens = given_tokens(call.argument(TOKEN_ARGUMENT), policy.logits.shape)
+        tokens = call.tokens(policy.logits.shape)
         of_run = None
         if tokens is not None:
             tokens = tokens.index_select(0, samples)
@@ -281,7 +260,7 @@ def _objectives(
 def _gradients(
     objectives: Sequence[torch.Tensor | None], calls: Sequence[Recorded]
 ) -> list[Sequence[torch.Tensor | None]]:
-    """Per objective the gradient at each call's output; None throughout where there is no objective."""
+    """Return for each objective the gradient at each call's output; None throughout where there is no objective."""
     edges = [call.edge for call in calls]
     last = max(i for i, objective in enumerate(objectives) if objective is not None)
     found: list[Sequence[torch.Tensor | None]] = []
@@ -298,9 +277,9 @@ def _propagate(
     gradients: list[Sequence[torch.Tensor | None]],
     n_batch: int,
     samples: torch.Tensor,
-    errors: Errors,
+    errors_of: ErrorsOf,
 ) -> dict[tuple[str, Role], torch.Tensor]:
-    """delta_b per operand, [J, C - 1, S]; the same weight called twice adds up."""
+    """Return delta_b of each operand, [J, C - 1, S]; the same weight called twice adds up."""
     deltas: dict[tuple[str, Role], torch.Tensor] = {}
     for i, call in enumerate(calls):
         found = [of_objective[i] for of_objective in gradients]
@@ -312,8 +291,8 @@ def _propagate(
         g = torch.stack([nothing if each is None else each for each in here])
         weight = call.module.weight.detach().float()
         for role, delta in (
-            (Role.X_FWD, _input_deltas(x, weight, g, errors)),
-            (Role.W_FWD, _weight_deltas(x, weight, g, errors)),
+            (Role.X_FWD, _input_deltas(x, weight, g, errors_of)),
+            (Role.W_FWD, _weight_deltas(x, weight, g, errors_of)),
         ):
             place = (call.name, role)
             before = deltas.get(place)
@@ -324,8 +303,8 @@ def _propagate(
 
 
 def _sums(delta: torch.Tensor, known: Sequence[bool]) -> torch.Tensor:
-    """[J, C - 1, S] -> [C, J]: squares of the probes, plain sums of the last two directions, NaN if not known."""
-    delta = torch.cat((delta[:, :_N_PARTS].sum(1, keepdim=True), delta), 1).double()
+    """Reduce [J, C - 1, S] to [C, J]: squares of the probes, sums of the last two directions, NaN if not known."""
+    delta = with_total(delta, 1).double()
     n_probes = delta.shape[0] - 2
     columns = [delta[j].square().sum(-1) for j in range(n_probes)]
     for j in (n_probes, n_probes + 1):
@@ -334,33 +313,33 @@ def _sums(delta: torch.Tensor, known: Sequence[bool]) -> torch.Tensor:
 
 
 def _by_sample(x: torch.Tensor, n_batch: int, samples: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> [S, T, K] of the chosen samples; [1, rows, K] where rows are not ordered by sample."""
+    """Return [S, T, K] of the chosen samples of [..., K]; [1, rows, K] where rows are not ordered by sample."""
     if x.dim() >= 3 and x.shape[0] == n_batch:
         return x.reshape(n_batch, -1, x.shape[-1]).index_select(0, samples)
     return x.reshape(1, -1, x.shape[-1])
 
 
-def _input_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors: Errors) -> torch.Tensor:
-    """x [S, T, K], w [O, K], g [J, S, T, O] -> delta_b [J, C - 1, S] of E_X; <G, E_X W^T> = <G W, E_X>."""
+def _input_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors_of: ErrorsOf) -> torch.Tensor:
+    """Return delta_b [J, C - 1, S] of E_X from x [S, T, K], w [O, K], g [J, S, T, O]: <G, E_X W^T> = <G W, E_X>."""
     n_samples, _, width = x.shape
     found: list[torch.Tensor] = []
     stride = max(CHUNK_ELEMENTS // max(x[0].numel(), 1), 1)
     for start in range(0, n_samples, stride):
         part = slice(start, start + stride)
-        e = errors.of(x[part].reshape(-1, width))
+        e = errors_of(x[part].reshape(-1, width))
         back = g[:, part] @ w
         e = e.reshape(len(e), back.shape[1], -1)
         found.append(torch.einsum("csk,jsk->jcs", e, back.flatten(2)))
     return torch.cat(found, -1)
 
 
-def _weight_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors: Errors) -> torch.Tensor:
-    """As `_input_deltas`, of E_W: <G, X E_W^T>, some output features at a time."""
+def _weight_deltas(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, errors_of: ErrorsOf) -> torch.Tensor:
+    """Return delta_b [J, C - 1, S] of E_W: <G, X E_W^T>, some output features at a time."""
     total: torch.Tensor | None = None
     stride = max(CHUNK_ELEMENTS // max(w.shape[1], 1), 1)
     for start in range(0, w.shape[0], stride):
         part = slice(start, start + stride)
-        e = errors.of(w[part])
+        e = errors_of(w[part])
         out = torch.stack([x @ each.T for each in e])
         delta = torch.einsum("csto,jsto->jcs", out, g[..., part])
         total = delta if total is None else total + delta

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mxprobe.measuring.compat import fsdp_policy
 from mxprobe.measuring.isolation import is_plain, undisturbed
+from mxprobe.measuring.replay.refusal import NotReplayableError
 
 MAX_PARAMETER_BYTES = 1 << 32
 """Models whose parameters are larger are not copied."""
@@ -27,12 +29,8 @@ FREE_FACTOR = 1.5
 _PARAMETERS, _PRE, _POST = "_parameters", "_forward_pre_hooks", "_forward_hooks"
 
 
-class NotWholeError(Exception):
-    """The parameters cannot be had whole. `str()` says why, for the trace."""
-
-
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been applied to this very module."""
+    """Say whether `fully_shard` has been applied to this very module."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
@@ -40,7 +38,7 @@ class WholeParameters:
     """Copies of the parameters below a root, made module by module as its forward goes along."""
 
     def __init__(self, root: nn.Module) -> None:
-        """NotWholeError where the copies would be too large."""
+        """Raise NotReplayableError where the copies would be too large."""
         self._sharded = [module for module in root.modules() if is_sharded(module)]
         self._managed = {id(module): _managed(module) for module in self._sharded}
         self._copies: dict[tuple[int, str], nn.Parameter] = {}
@@ -51,18 +49,18 @@ class WholeParameters:
         parameters = {id(p): p for module in self._sharded for p in module.parameters()}.values()
         needed = sum(p.numel() * p.element_size() for p in parameters)
         if needed > MAX_PARAMETER_BYTES:
-            raise NotWholeError(
+            raise NotReplayableError(
                 f"its {needed >> 20} MiB of sharded parameters would be copied whole; at most "
                 f"{MAX_PARAMETER_BYTES >> 20} MiB are"
             )
         device = next((p.device for p in parameters), torch.device("cpu"))
         if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < FREE_FACTOR * needed:
-            raise NotWholeError(
+            raise NotReplayableError(
                 f"its {needed >> 20} MiB of sharded parameters would be copied whole, and {free >> 20} MiB are free"
             )
 
     def take(self, module: nn.Module) -> None:
-        """Copy what `module`, just gathered, holds; once. NotWholeError where it is sharded by other means too."""
+        """Copy what `module`, just gathered, holds; once. NotReplayableError where it is sharded by other means too."""
         with undisturbed("cpu"):
             for owner in self._managed.get(id(module), ()):
                 for name, parameter in vars(owner)[_PARAMETERS].items():
@@ -71,7 +69,7 @@ class WholeParameters:
 
     def _copied(self, parameter: torch.Tensor, name: str) -> nn.Parameter:
         if not is_plain(parameter):
-            raise NotWholeError(
+            raise NotReplayableError(
                 f"parameter {name} is a {type(parameter).__name__} in the forward: sharded otherwise too"
             )
         if id(parameter) not in self._made:  # tied parameters stay tied
@@ -81,9 +79,9 @@ class WholeParameters:
 
     @contextmanager
     def in_place(self) -> Generator[None, None, None]:
-        """The copies in place of the shards, casts in place of FSDP's hooks; afterwards all as it was.
+        """Put the copies in place of the shards, and casts in place of FSDP's hooks; afterwards put all back.
 
-        NotWholeError where a shard has no copy: its module was not called.
+        NotReplayableError where a shard has no copy: its module was not called.
         """
         changes = [change for module in self._sharded for change in self._changes(module)]
         before = [(module, name, vars(module)[name]) for module, name, _ in changes]
@@ -101,7 +99,9 @@ class WholeParameters:
         pre, policy = _replaced(vars(module)[_PRE], _cast_inputs)
         post, other = _replaced(vars(module)[_POST], _cast_output)
         if policy is None or other is None:
-            raise NotWholeError(f"the hooks of {type(module).__name__} are not those of the FSDP that is known here")
+            raise NotReplayableError(
+                f"the hooks of {type(module).__name__} are not those of the FSDP that is known here"
+            )
         yield module, _PRE, pre
         yield module, _POST, post
 
@@ -110,12 +110,14 @@ class WholeParameters:
         for name, parameter in vars(owner)[_PARAMETERS].items():
             found[name] = self._copies.get((id(owner), name), parameter)
             if found[name] is not None and not is_plain(found[name]):
-                raise NotWholeError(f"parameter {name} of a {type(owner).__name__} was not gathered in the forward")
+                raise NotReplayableError(
+                    f"parameter {name} of a {type(owner).__name__} was not gathered in the forward"
+                )
         return found
 
 
 def _managed(module: nn.Module) -> Sequence[nn.Module]:
-    """`module` and those below it that no other sharded module stands above."""
+    """Return `module` and those below it that no other sharded module stands above."""
     found = [module]
     for child in module.children():
         if not is_sharded(child):
@@ -126,25 +128,10 @@ def _managed(module: nn.Module) -> Sequence[nn.Module]:
 def _replaced(
     hooks: OrderedDict[int, Any], cast: Callable[[Any], Callable[..., Any]]
 ) -> tuple[OrderedDict[int, Any], Any]:
-    """The hooks with FSDP's replaced by its cast, under the same keys; and the policy it casts by, None without."""
-    found: OrderedDict[int, Any] = OrderedDict()
-    policy = None
-    for key, hook in hooks.items():
-        state = _state_behind(hook)
-        if state is not None:
-            policy = state._mp_policy
-        found[key] = hook if state is None else cast(policy)
-    return found, policy
-
-
-def _state_behind(hook: Any) -> Any:
-    """FSDP's state where the hook is a method of it, or wraps one; else None."""
-    while hook is not None:
-        owner = getattr(hook, "__self__", None)
-        if type(owner).__name__ == "FSDPState":
-            return owner
-        hook = getattr(hook, "__wrapped__", None)
-    return None
+    """Return the hooks with FSDP's replaced by its cast, under the same keys, and its policy, None without one."""
+    policies = {key: fsdp_policy(hook) for key, hook in hooks.items()}
+    found = OrderedDict((k, hook if policies[k] is None else cast(policies[k])) for k, hook in hooks.items())
+    return found, next((policy for policy in policies.values() if policy is not None), None)
 
 
 def _cast_inputs(policy: Any) -> Callable[..., Any]:

@@ -6,11 +6,12 @@ nothing is waited for.
 
 from __future__ import annotations
 
-import sys
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from mxprobe.measuring.compat import caller_frame, frames_from, generation_config
 from mxprobe_kernels.policy import TokenStatistics, token_statistics
 
 MAX_SEQUENCES = 32
@@ -18,7 +19,6 @@ DENSE_POSITIONS = 32
 """So many first positions of a completion are measured; later on every second, fourth, ...: 16 in each octave."""
 
 _MAX_FRAMES = 64
-_GENERATING = ("_sample", "generate")
 
 
 class Sampling(NamedTuple):
@@ -30,13 +30,13 @@ class Sampling(NamedTuple):
 
 
 def is_measured(position: int) -> bool:
-    """Whether a position of a completion, 0 for its first token, is measured."""
+    """Say whether a position of a completion, 0 for its first token, is measured."""
     stride = 1 << (position // DENSE_POSITIONS).bit_length()
     return position % stride == 0
 
 
 def measured_positions(n: int, device: torch.device) -> torch.Tensor:
-    """int64: those of n positions that `is_measured` is true for, made on the device."""
+    """Return int64: those of n positions that `is_measured` is true for, made on the device."""
     parts = [torch.arange(min(n, DENSE_POSITIONS), device=device)]
     start, stride = DENSE_POSITIONS, 2
     while start < n:
@@ -46,18 +46,14 @@ def measured_positions(n: int, device: torch.device) -> torch.Tensor:
 
 
 def sampling_in_progress() -> Sampling | str:
-    """What the `generate` of transformers that is running in this thread draws by, or why it is not known.
+    """Return what the transformers `generate` running in this thread draws by, or why it is not known.
 
     Read from its frame: the object that a trainer hands to `generate` is stored on no module.
     """
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    for _ in range(_MAX_FRAMES):
-        code = frame.f_code
-        if code.co_name in _GENERATING and "generation_config" in code.co_varnames:
-            return _read(frame.f_locals.get("generation_config"))
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    for frame in islice(frames_from(caller_frame()), _MAX_FRAMES):
+        is_generating, config = generation_config(frame)
+        if is_generating:
+            return _read(config)
     return "generation is not by transformers' generate(), so its temperature is not known"
 
 
@@ -78,7 +74,7 @@ class Generation:
     """`take_logits` with the lm_head's output, `take_tokens` with the embedding's next input; in turn."""
 
     def __init__(self, ids: torch.Tensor, sampling: Sampling, *, seed: int) -> None:
-        """ids int64 [B, P], of the prefill."""
+        """Begin with the ids int64 [B, P] of the prefill."""
         generator = torch.Generator(device=ids.device)
         generator.manual_seed(seed)
         chosen = torch.randperm(len(ids), generator=generator, device=ids.device)[:MAX_SEQUENCES]
@@ -90,9 +86,9 @@ class Generation:
         self.tokens: list[torch.Tensor] = []
         """[S] each"""
         self.statistics: list[TokenStatistics] = []
-        """Of the tokens at the measured positions."""
+        """Statistics of the tokens at the measured positions."""
         self.dtype: torch.dtype | None = None
-        """Of the lm_head's output."""
+        """dtype of the lm_head's output."""
         self.n_missed = 0
         """Measured positions whose logits were not seen."""
         self.unaltered: torch.Tensor | None = None
@@ -100,7 +96,7 @@ class Generation:
         self._logits: torch.Tensor | None = None
 
     def take_logits(self, logits: torch.Tensor) -> None:
-        """[B, n, V]; the last position's are those of the next token."""
+        """Take logits [B, n, V]; the last position's are those of the next token."""
         if len(logits) == self.n_batch and is_measured(len(self.tokens)):
             self.dtype = logits.dtype
             self._logits = logits.detach()[:, -1].index_select(0, self.index).float()
@@ -112,7 +108,7 @@ class Generation:
             self.unaltered = same.all()
 
     def take_tokens(self, ids: torch.Tensor) -> None:
-        """int64 [B, 1]: what was drawn from the last logits."""
+        """Take int64 [B, 1], what was drawn from the last logits."""
         if len(ids) != self.n_batch:
             return
         tokens = ids.detach()[:, 0].index_select(0, self.index)
@@ -128,7 +124,7 @@ class Generation:
         return bool(self.statistics) and not self.n_missed
 
     def lengths(self) -> torch.Tensor:
-        """int64 [S]: tokens of each completion, the first end-of-sequence included."""
+        """Return int64 [S]: tokens of each completion, the first end-of-sequence included."""
         tokens = torch.stack(self.tokens, 1)
         ended = torch.zeros_like(tokens, dtype=torch.bool)
         for eos in self.sampling.eos:

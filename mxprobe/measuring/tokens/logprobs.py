@@ -10,7 +10,7 @@ optimizer step, so that the weights are the same on both sides unless the run ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from mxprobe.measuring.tokens.generation import Generation, measured_positions
 from mxprobe.measuring.tokens.matching import Match, match
-from mxprobe.measuring.tokens.mismatch import Pairs
+from mxprobe.measuring.tokens.mismatch import Pairs, coarsest
 from mxprobe_kernels.policy import TokenStatistics, token_statistics
 
 _CHUNK_TOKENS = 256
@@ -31,39 +31,40 @@ class Scored(NamedTuple):
     statistics: TokenStatistics
     """[S * n]"""
     dtype: torch.dtype
-    """Of the tensor that they were read from."""
+    """dtype of the tensor that they were read from."""
     advantage: torch.Tensor | None = None
-    """[S]: of the row of the micro batch that each sequence was found in; None where not known."""
+    """[S] of the row of the micro batch that each sequence was found in; None where not known."""
 
 
 def score_hidden(
     generation: Generation, ids: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Scored:
-    """ids int64 [B, T], hidden [B, T, H] the input of the lm_head, weight [V, H]."""
+    """Score from hidden [B, T, H], the input of the lm_head, and its weight [V, H]; ids int64 [B, T]."""
     found = match(generation, ids)
     row, position, tokens = _predictors(generation, found, hidden.shape[1])
     x = hidden.detach()[row, position].to(weight.dtype)
-    parts = [
-        token_statistics(F.linear(part, weight, bias), chosen, generation.sampling.temperature)
-        for part, chosen in zip(x.split(_CHUNK_TOKENS), tokens.split(_CHUNK_TOKENS))
-    ]
-    return Scored(found, TokenStatistics(*(torch.cat(values) for values in zip(*parts))), hidden.dtype)
+    logits = (F.linear(part, weight, bias) for part in x.split(_CHUNK_TOKENS))
+    return Scored(found, _statistics(logits, tokens, generation), hidden.dtype)
 
 
 def score_logits(generation: Generation, ids: torch.Tensor, logits: torch.Tensor) -> Scored:
-    """ids int64 [B, T], logits [B, T', V] of the last T' positions."""
+    """Score from logits [B, T', V] of the last T' positions; ids int64 [B, T]."""
     found = match(generation, ids)
     row, position, tokens = _predictors(generation, found, ids.shape[1])
     position = (position - (ids.shape[1] - logits.shape[1])).clamp(min=0)
-    parts = [
-        token_statistics(logits.detach()[r, p], chosen, generation.sampling.temperature)
-        for r, p, chosen in zip(*(each.split(_CHUNK_TOKENS) for each in (row, position, tokens)))
-    ]
-    return Scored(found, TokenStatistics(*(torch.cat(values) for values in zip(*parts))), logits.dtype)
+    parts = (logits.detach()[r, p] for r, p in zip(row.split(_CHUNK_TOKENS), position.split(_CHUNK_TOKENS)))
+    return Scored(found, _statistics(parts, tokens, generation), logits.dtype)
+
+
+def _statistics(logits: Iterable[torch.Tensor], tokens: torch.Tensor, generation: Generation) -> TokenStatistics:
+    """Return the statistics of tokens [S * n] from logits that come `_CHUNK_TOKENS` rows at a time."""
+    temperature = generation.sampling.temperature
+    parts = [token_statistics(each, chosen, temperature) for each, chosen in zip(logits, tokens.split(_CHUNK_TOKENS))]
+    return TokenStatistics(*(torch.cat(values) for values in zip(*parts)))
 
 
 def _predictors(generation: Generation, found: Match, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[S * n] each: rows and positions whose logits predict the measured tokens, and the tokens."""
+    """Return [S * n] each: rows and positions whose logits predict the measured tokens, and the tokens."""
     at = measured_positions(len(generation.tokens), found.row.device)
     position = (found.start[:, None] + at - 1).clamp(0, length - 1)
     tokens = torch.stack(generation.tokens, 1).index_select(1, at)
@@ -71,23 +72,20 @@ def _predictors(generation: Generation, found: Match, length: int) -> tuple[torc
 
 
 def compute_dtype(generation: Generation, scored: Sequence[Scored]) -> str:
-    """The coarsest dtype that the log-probabilities of either side have passed through: `bfloat16`, `float32`, ..."""
-    seen = [each.dtype for each in scored]
-    if generation.dtype is not None:
-        seen.append(generation.dtype)
-    return str(max(seen, key=lambda dtype: torch.finfo(dtype).eps)).replace("torch.", "")
+    """Name the coarsest dtype that the log-probabilities of either side have passed through."""
+    return coarsest([generation.dtype, *(each.dtype for each in scored)])
 
 
 def counted_tokens(generation: Generation, found: torch.Tensor) -> torch.Tensor:
-    """bool [S, n] on the CPU: measured positions before each sequence's end, of the sequences found (bool [S])."""
+    """Return bool [S, n] on the CPU: measured positions before each sequence's end, of the sequences found."""
     at = measured_positions(len(generation.tokens), torch.device("cpu"))
     return (at < generation.lengths().cpu()[:, None]) & found.cpu()[:, None]
 
 
 def pair_up(generation: Generation, scored: Sequence[Scored], flipped: torch.Tensor | None = None) -> Pairs:
-    """Tokens seen on both sides, up to each sequence's end. Reads the device: the worker's business.
+    """Pair the tokens seen on both sides, up to each sequence's end. Reads the device: the worker's business.
 
-    `flipped` bool [S, n]: what is to be told of the measured positions beside.
+    `flipped` bool [S, n]: measured positions that routers sent to other experts.
     """
     rollout = TokenStatistics(*(torch.stack(each, 1).cpu().double() for each in zip(*generation.statistics)))
     shape = rollout.log_prob.shape

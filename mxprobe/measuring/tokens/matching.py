@@ -26,7 +26,7 @@ class Match(NamedTuple):
 
 
 def match(generation: Generation, ids: torch.Tensor) -> Match:
-    """Rows of ids int64 [B, T] that begin with a generated sequence; padding on the left counts on neither side.
+    """Find rows of ids int64 [B, T] that begin with a generated sequence, padding on the left aside.
 
     A sequence found twice is taken where it comes first: after the same tokens stands the same policy.
     """
@@ -51,7 +51,7 @@ def match(generation: Generation, ids: torch.Tensor) -> Match:
 
 
 def left_aligned(ids: torch.Tensor, pad: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids [B, T] without leading padding (filled with -1 on the right), and how much there was, int64 [B]."""
+    """Return ids [B, T] without leading padding (filled with -1 on the right), and how much there was, int64 [B]."""
     if pad is None:
         return ids, ids.new_zeros(len(ids))
     lead = (ids == pad).long().cumprod(1).sum(1)

@@ -1,4 +1,4 @@
-"""What rollout and trainer say of the same tokens, as sums over strata: rows of table `rollouts`.
+"""How rollout and trainer differ on the same tokens, as sums over strata: rows of table `rollouts`.
 
     d = log p_rollout(token) - log p_train(token)        w = exp(-d)        dp = p_rollout - p_train
 
@@ -13,7 +13,7 @@ False clipping: PPO takes the gradient of a token away where w > 1 + eps at an a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,12 @@ OCTAVES = (0, 16, 64, 256, 1024, 4096, 16384)
 """First position (or length) of each bin."""
 MAX_LAG = 4
 UNKNOWN = -1
+
+
+def coarsest(dtypes: Iterable[torch.dtype | None]) -> str:
+    """Name the coarsest of the dtypes that are known: `bfloat16`, `float32`, ..."""
+    known = [dtype for dtype in dtypes if dtype is not None]
+    return str(max(known, key=lambda dtype: torch.finfo(dtype).eps)).replace("torch.", "")
 
 
 class Pairs(NamedTuple):
@@ -56,14 +62,14 @@ class Pairs(NamedTuple):
     """bool: a router sent the position that predicts the token to other experts in training than in generation"""
 
     def take(self, index: torch.Tensor) -> Pairs:
-        """The tokens of an index or mask."""
+        """Return the tokens of an index or mask."""
         return self._replace(
             **{name: value[index] for name, value in self._asdict().items() if isinstance(value, torch.Tensor)}
         )
 
 
 def rollout_rows(pairs: Pairs) -> Iterator[Row]:
-    """Rows of table `rollouts` without when, source, temperature and dtype: all tokens first, then the strata."""
+    """Yield rows of table `rollouts` without when, source, temperature and dtype: all tokens, then the strata."""
     finite = (pairs.log_prob_rollout - pairs.log_prob_train).isfinite()
     n_nonfinite = int((~finite).sum())
     if n_nonfinite:
@@ -130,7 +136,7 @@ def _sums(pairs: Pairs) -> Row:
 
 
 def signal_values(row: Row) -> list[tuple[str, str, str, float]]:
-    """(key, canonical metric, estimator, value) of the row of all tokens, for table `signals`."""
+    """Return (key, canonical metric, estimator, value) of the row of all tokens, for table `signals`."""
     n = row["n_tokens"]
     if not n:
         return []
@@ -147,3 +153,18 @@ def signal_values(row: Row) -> list[tuple[str, str, str, float]]:
     if row["sum_entropy_train"] is not None:
         values.append(("mxprobe/entropy", "entropy", "", row["sum_entropy_train"] / n))
     return values
+
+
+def table_rows(
+    pairs: Pairs, when: Row, source: str, *, signal_source: str, temperature: float, dtype: str
+) -> Iterator[tuple[str, Row]]:
+    """Yield (table, row) of `rollouts`, and of `signals` for all tokens together.
+
+    `when`: the columns step and time_ns. `signal_source`: the source that the signals are filed under.
+    """
+    for row in rollout_rows(pairs):
+        yield "rollouts", {**when, "source": source, "temperature": temperature, "dtype": dtype, **row}
+        if row["stratum"] == ALL:
+            for key, metric, estimator, value in signal_values(row):
+                named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
+                yield "signals", {**when, "source": signal_source, "framework": "mxprobe", **named}

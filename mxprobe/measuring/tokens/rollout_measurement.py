@@ -7,17 +7,14 @@ from collections.abc import Sequence
 
 from mxprobe.events import LOGPROBS, Event, Tell
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.measuring.replay.paths import layer_rows
-from mxprobe.measuring.replay.residuals import Difference
-from mxprobe.measuring.tokens.flips import Flips
+from mxprobe.measuring.replay.residual_stream import LayerDifference, layer_rows
 from mxprobe.measuring.tokens.generation import Generation
 from mxprobe.measuring.tokens.logprobs import Scored, compute_dtype, counted_tokens, pair_up
-from mxprobe.measuring.tokens.mismatch import ALL, rollout_rows, signal_values
+from mxprobe.measuring.tokens.mismatch import table_rows
+from mxprobe.measuring.tokens.routing_flips import Flips
 from mxprobe.schema import TableRow
 
 SOURCE = "mxprobe"
-
-
 GENERATION = "generation"
 """`source` of rows that come from a generation in this process."""
 
@@ -30,7 +27,7 @@ class Measurement:
         generation: Generation,
         scored: Sequence[Scored],
         step: int,
-        streams: Sequence[tuple[str, int, Difference, float]] = (),
+        streams: Sequence[LayerDifference] = (),
         flips: Flips | None = None,
     ) -> None:
         self.device = generation.prompt.device
@@ -47,7 +44,8 @@ class Measurement:
         if generation.unaltered is not None and not bool(generation.unaltered):
             tell(not_measured("the model returns other logits than its lm_head's (soft cap, scale)"))
             return []
-        layers = [("layers", {**when, "micro_step": 0, **row}) for row in layer_rows(self._streams)]
+        found = [row for row in layer_rows(self._streams) if row["median_frac"] == row["median_frac"]]
+        layers = [("layers", {**when, "micro_step": 0, **row}) for row in found]  # without those of no token
         return [*layers, *self._flip_rows(generation, when), *self._token_rows(generation, when, tell)]
 
     def _flip_rows(self, generation: Generation, when: dict[str, int]) -> list[TableRow]:
@@ -64,16 +62,9 @@ class Measurement:
         temperature = generation.sampling.temperature
         words = f"measured at temperature {temperature:g}, as read from the running generate()"
         tell(Event(LOGPROBS, GENERATION, "measured", {"temperature": temperature}, words))
-        drawn = {"source": GENERATION, "temperature": temperature, "dtype": compute_dtype(generation, self._scored)}
-        rows: list[TableRow] = []
-        for row in rollout_rows(pairs):
-            rows.append(("rollouts", {**when, **drawn, **row}))
-            if row["stratum"] == ALL:
-                shared = {**when, "source": SOURCE, "framework": SOURCE}
-                for key, metric, estimator, value in signal_values(row):
-                    named = {"raw_key": key, "metric": metric, "estimator": estimator, "value": value}
-                    rows.append(("signals", {**shared, **named}))
-        return rows
+        dtype = compute_dtype(generation, self._scored)
+        drawn = table_rows(pairs, when, GENERATION, signal_source=SOURCE, temperature=temperature, dtype=dtype)
+        return list(drawn)
 
 
 def not_measured(why: str) -> Event:

@@ -1,4 +1,4 @@
-"""Which version of the trainer's weights does generation compute with? Told from x and y, whatever the engine hides.
+"""Which version of the trainer's weights does generation compute with? Judged from x and y, whatever the engine hides.
 
     residual_v = ||y - b_v - Qx(x) Qw(W_v)^T||^2        v: the versions kept, the current one among them
 
@@ -17,7 +17,7 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.events import WEIGHT_SYNC, Event
-from mxprobe.measuring.engines.stacks import HashedStack
+from mxprobe.measuring.engines.hashed_stacks import HashedStack
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import Snapshot, event_now
 from mxprobe.measuring.operands.weights import sample_watched
@@ -58,7 +58,7 @@ class Copies(NamedTuple):
     ready: Any
     """CUDA event after which they hold their values; None on the CPU."""
     out_features: Mapping[str, int] = {}
-    """Of the whole weights, by module, where their rows are to be hashed."""
+    """Output features of the whole weights, by module, where their rows are to be hashed."""
     stacks: Sequence[HashedStack] = ()
     """Rows of fused experts, to be hashed and not kept."""
 
@@ -78,7 +78,7 @@ class Fit(NamedTuple):
 
 
 def copy_versions(step: int, modules: Mapping[str, nn.Module]) -> list[Copies]:
-    """The current weights of the watched features; at a step boundary, in the training thread. No waiting."""
+    """Copy the current weights of the watched features; at a step boundary, in the training thread, without waiting."""
     by_device: dict[torch.device, dict[str, Version]] = {}
     for name, module in modules.items():
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -91,7 +91,7 @@ def copy_versions(step: int, modules: Mapping[str, nn.Module]) -> list[Copies]:
 
 
 def codes_word(w: torch.Tensor) -> str:
-    """`mxprobe_kernels.code_hash` of W [F, K] in hexadecimal: its MXFP4 codes and scales (`rceil`, row blocks)."""
+    """Hash the MXFP4 codes and scales (`rceil`, row blocks) of W [F, K] with `code_hash`, in hexadecimal."""
     return f"{int(mxprobe_kernels.code_hash(w)) % 2**64:016x}"
 
 
@@ -118,26 +118,26 @@ class WeightHistory:
             del recent[:-KEPT]
 
     def versions(self, name: str) -> list[Version]:
-        """Those kept of a module, the newest first, the first one seen last."""
+        """Return the versions kept of a module, the newest first, the first one seen last."""
         recent = self._recent.get(name, [])[::-1]
         first = self._first.get(name)
         return recent if first is None or any(v.step == first.step for v in recent) else [*recent, first]
 
     def newest(self, name: str) -> list[Version]:
-        """The last version of a module and those of the steps right before it, at most three, the oldest first."""
+        """Return the last version of a module and of the steps right before it: at most three, oldest first."""
         recent = self._recent.get(name, [])[-3:]
         last = recent[-1].step if recent else 0
         return [v for i, v in enumerate(recent) if last - v.step == len(recent) - 1 - i]
 
     def change(self, snapshot: Snapshot) -> Change | None:
-        """How the weights that the snapshot was computed with differ from those the optimizer left before its step."""
+        """Say how the weights of a snapshot differ from those the optimizer left before its step."""
         for held in reversed(self._recent.get(snapshot.module, [])):
             if held.step == snapshot.step:
                 return change(snapshot.weight.watched.cpu(), held.weight)
         return None
 
     def judge(self, snapshot: Snapshot, recipe: Recipe, *, exact: bool) -> Finding:
-        """Whose weights the snapshot's output was computed with, `recipe` being what fits the current ones best.
+        """Judge whose weights the snapshot's output was computed with; `recipe` fits the current ones best.
 
         Training and evaluation are only asked whether they use the module's own weight.
         """
@@ -192,10 +192,8 @@ class WeightHistory:
 
 
 def _current(snapshot: Snapshot) -> Version:
-    weight = snapshot.weight
-    return Version(
-        snapshot.step, weight.watched.cpu(), None if weight.watched_bias is None else weight.watched_bias.cpu()
-    )
+    weight, bias = snapshot.weight.watched, snapshot.weight.watched_bias
+    return Version(snapshot.step, weight.cpu(), None if bias is None else bias.cpu())
 
 
 class _Stack:
@@ -205,15 +203,15 @@ class _Stack:
         assert snapshot.y is not None  # only outputs that are visible are judged
         assert snapshot.y_watched is not None
         self._n = len(versions)
-        self._dtype = snapshot.y.dtype
         self._x = snapshot.x.cpu()
         self._w = torch.cat([v.weight for v in versions])
         y = snapshot.y_watched.cpu().double()
         self._y = torch.stack([y if v.bias is None else y - v.bias.double() for v in versions], 1)
         """[R, V, F]"""
+        self._orders = list(orders(Call(self._x, self._w, self._y, snapshot.y.dtype)))
 
     def find(self, first: list[Recipe], *, thorough: bool) -> Fit | None:
-        """The version and recipe that fit to 1e-5, of several the newest; None. Not thorough: by plain rules only."""
+        """Return the version and recipe that fit to 1e-5, of several the newest. Not thorough: by plain rules only."""
         others = candidates(None) if thorough else ((NONE, NONE), *((rule, rule) for rule in RULES))
         for recipe in dict.fromkeys((*first, *others)):
             if any(Operand.parse(side).needs_whole_tensor for side in recipe):
@@ -226,22 +224,17 @@ class _Stack:
         return None
 
     def closest(self) -> int:
-        """Index of the version with the least residual under the plain recipes."""
+        """Return the index of the version with the least residual under the plain recipes."""
         names = (NONE, RULES[0])
         totals = [self.fits((x, w)) for x in names for w in names]
         best = min(totals, key=min)
         return best.index(min(best))
 
     def fits(self, recipe: Recipe, rows: int | None = None) -> list[float]:
-        """Per version, the residual relative to the exact product; over the orders of rounding, the best."""
+        """Return each version's residual relative to the exact product; over the orders of rounding, the best."""
         y = self._y[:rows]
-        per_order = [self._residuals(each.pair(recipe, rows, None), y) for each in self._orders()]
+        per_order = [self._residuals(each.pair(recipe, rows, None), y) for each in self._orders]
         return [min(values) for values in zip(*per_order)]
-
-    def _orders(self) -> Iterator[Any]:
-        if not hasattr(self, "_made"):
-            self._made = list(orders(Call(self._x, self._w, self._y, self._dtype)))
-        return iter(self._made)
 
     def _residuals(self, pair: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> list[float]:
         qx, qw = pair
@@ -252,14 +245,14 @@ class _Stack:
 
 
 def _plain_products(snapshot: Snapshot, w: torch.Tensor) -> Iterator[torch.Tensor]:
-    """float64 [R, O]: x W^T untouched and under each MXFP4 rule."""
+    """Yield float64 [R, O]: x W^T untouched and under each MXFP4 rule."""
     x = snapshot.x.double()
     for name in (NONE, *RULES):
         yield quantize(x, name).double() @ quantize(w.double(), name).double().T
 
 
 def _is_reordered(snapshot: Snapshot) -> bool:
-    """Whether each watched output is that of some other sampled feature of the current W."""
+    """Say whether each watched output is that of some other sampled feature of the current W."""
     y = _without_bias(snapshot)
     for product in _plain_products(snapshot, snapshot.weight.rows):
         distance2 = y.square().sum(0)[:, None] + product.square().sum(0) - 2 * y.T @ product
@@ -269,7 +262,7 @@ def _is_reordered(snapshot: Snapshot) -> bool:
 
 
 def _is_transposed(snapshot: Snapshot) -> bool:
-    """Whether y = x W for a square W that was copied whole."""
+    """Say whether y = x W for a square W that was copied whole."""
     w = snapshot.weight.rows
     if w.shape[0] != w.shape[1] or snapshot.weight.out_index is not None:
         return False

@@ -1,4 +1,4 @@
-"""Weights that are not the trainer's own while somebody computes with them: noise added between two steps.
+"""Noise added to weights between two steps: they are not the trainer's own while somebody computes with them.
 
     eps = w_used - w_held      sigma = rms(eps) / rms(w_held)      evenness = tr(C)^2 / (n tr(C^2)),  C = eps eps^T
 
@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
 
 def change(used: torch.Tensor, held: torch.Tensor) -> Change | None:
-    """Of w [n, K] or [K], both of one shape; None where every bit is the same."""
+    """Compare w [n, K] or [K], both of one shape; None where every bit is the same."""
     if torch.equal(used, held):
         return None
     eps = used.double() - held.double()
@@ -44,14 +44,14 @@ def change(used: torch.Tensor, held: torch.Tensor) -> Change | None:
 
 
 class NormWeights(NamedTuple):
-    """Of one step: the norms' weights as the optimizer left them, and as each phase first used them."""
+    """The norms' weights of one step, as the optimizer left them and as each phase first used them."""
 
     held: Mapping[str, torch.Tensor]
     used: Mapping[str, Mapping[str, torch.Tensor]]
     """phase -> name -> [K]"""
 
     def changes(self) -> dict[str, dict[str, Change | None]]:
-        """phase -> name -> change; waits for the device."""
+        """Return phase -> name -> change; waits for the device."""
         return {
             phase: {name: change(w.cpu(), self.held[name].cpu()) for name, w in named.items()}
             for phase, named in self.used.items()

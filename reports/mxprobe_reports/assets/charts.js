@@ -67,7 +67,6 @@ function signalFigure(index) {
   if (signal.against) data.push(line(t, "B", unpack(signal.against.steps).values, unpack(signal.against.values).values, t.b, B_LINE(t)));
   const mark = (step, color, dash) => ({ type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, line: { color, width: 1.2, dash } });
   const label = (step, text, hovertext, color) => ({ x: step, y: 1, xref: "x", yref: "paper", yanchor: "bottom", text, hovertext, showarrow: false, font: { size: 10, color }, captureevents: true });
-  const { change } = signal;
   const events = new Map();
   for (const event of DATA.events) if (isStepShown(event.step)) events.set(event.step, [...(events.get(event.step) || []), event]);
   const shapes = Array.from(events.keys(), (step) => mark(step, t.faint, "dot"));
@@ -75,9 +74,9 @@ function signalFigure(index) {
     step, [...new Set(all.map((event) => EVENT_MARKS[event.kind] || "•"))].join(""),
     all.map((event) => plain(event.kind.replace(/_/g, " ")) + " at step " + step + (event.detail ? ": " + plain(event.detail) : "")).join("<br>"), t.faint,
   ));
-  if (change && change.at !== null) {
-    shapes.push(mark(change.at, t.saturation, "dash"));
-    annotations.push(label(change.at, "◆", "step at " + change.at + ", p " + number(change.p) + ", associated", t.saturation));
+  if (signal.step) {
+    shapes.push(mark(signal.step.at, t.saturation, "dash"));
+    annotations.push(label(signal.step.at, "◆", "step at " + signal.step.at + ", p " + number(signal.step.p) + ", associated", t.saturation));
   }
   const yaxis = { nticks: 4, rangemode: signal.from_zero ? "tozero" : "normal", tickformat: signal.is_share ? ".2~p" : "" };
   const [low, high] = signalSteps();
@@ -125,21 +124,33 @@ function moduleTicks() {
   return { tickvals: shown, ticktext: shown.map((i) => (i === 0 ? "layer " : "") + plain(shorten(blocks[i], 8))), tickangle: 0 };
 }
 
+// What the charts over all layers share: the axis, the name of a layer, the band behind the selected one.
+function moduleAxis() {
+  return { ...moduleTicks(), range: [-0.6, DATA.modules.names.length - 0.4], zeroline: false };
+}
+function moduleLabel(m) {
+  return plain(shorten(DATA.modules.names[m], 60));
+}
+function selectedShape(t, selected) {
+  if (selected.module < 0) return [];
+  return [{ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: selected.module - 0.5, x1: selected.module + 0.5, line: { width: 0 }, fillcolor: t["grid-line"] }];
+}
+
 function heatFigure(key, selected) {
   if (!DATA.operands.module.length) return "No operand was measured in this trace.";
   const t = theme();
   const m = measure(key);
   const modules = DATA.modules.names;
   const roles = rolesShown();
-  const cells = roles.map((r) => modules.map((_, i) => valueOf("operands", key, operandAt(i, r))));
+  const cells = roles.map((r) => modules.map((_, i) => valueOf(key, operandAt(i, r))));
   const z = cells.map((row) => row.map((v) => (!Number.isFinite(v) ? null : m.log ? Math.log10(Math.max(v, 1e-12)) : v)));
   const text = cells.map((row, y) => row.map((v, i) => {
     const at = operandAt(i, roles[y]);
     if (at < 0) return "";
-    const share = (c) => percent(valueOf("operands", c, at));
+    const share = (c) => percent(valueOf(c, at));
     return [
-      plain(shorten(modules[i], 60)) + " · " + DATA.roles[roles[y]].label, plain(m.label) + ": <b>" + FORMAT[m.format](v) + "</b>",
-      "Gaussian data: " + percent(valueOf("operands", "nmse_reference", at)) + " output error, " + percent(valueOf("operands", "zeroed_reference", at)) + " zeroed",
+      moduleLabel(i) + " · " + DATA.roles[roles[y]].label, plain(m.label) + ": <b>" + FORMAT[m.format](v) + "</b>",
+      "Gaussian data: " + percent(valueOf("nmse_reference", at)) + " output error, " + percent(valueOf("zeroed_reference", at)) + " zeroed",
       "split of the output error: scale " + share("out_scale") + ", deadzone " + share("out_deadzone") + ", grid " + share("out_grid"),
     ].join("<br>");
   }));
@@ -149,7 +160,7 @@ function heatFigure(key, selected) {
     xgap: modules.length <= 60 ? 2 : 0, ygap: 2, zmin: ticks[0], zmax: ticks[ticks.length - 1],
     colorscale: m.diverging ? [[0, "#3b6fb6"], [0.5, t["grid-line"]], [1, "#b5533c"]] : "Cividis",
     colorbar: {
-      thickness: 8, len: 1, outlinewidth: 0, x: 1.01, xpad: 0, tickvals: ticks, ticktext: m.ticks.map(m.format === "percent" ? tick : m.format === "number" && m.log ? (v) => power(Math.round(Math.log10(v))) : FORMAT[m.format]),
+      thickness: 8, len: 1, outlinewidth: 0, x: 1.01, xpad: 0, tickvals: ticks, ticktext: m.ticktext,
       tickfont: { size: 10.5, color: t.faint }, ticklen: 2, tickcolor: t.line,
     },
   }];
@@ -166,11 +177,11 @@ function heatTable(key) {
   const m = measure(key);
   return {
     head: ["module", ...rolesShown().map((r) => DATA.roles[r].label)], format: ["text", ...rolesShown().map(() => m.format)],
-    rows: DATA.modules.names.map((name, i) => [name, ...rolesShown().map((r) => valueOf("operands", key, operandAt(i, r)))]),
+    rows: DATA.modules.names.map((name, i) => [name, ...rolesShown().map((r) => valueOf(key, operandAt(i, r)))]),
   };
 }
 
-const PARTS = [["scale", "scale"], ["deadzone", "deadzone"], ["grid", "grid"]];
+const PARTS = ["scale", "deadzone", "grid"];
 function seriesOf(index, names, view = currentView()) {
   return names.map((name) => lineOf(view, name, index));
 }
@@ -189,15 +200,15 @@ function componentsFigure(index, prefix) {
   if (index < 0) return "This operand was not measured.";
   const t = theme();
   const steps = stepsOf();
-  const rows = seriesOf(index, PARTS.map(([name]) => prefix + name));
-  const data = PARTS.map(([name, color], i) => line(t, name, steps, rows[i], t[color]));
+  const rows = seriesOf(index, PARTS.map((name) => prefix + name));
+  const data = PARTS.map((name, i) => line(t, name, steps, rows[i], t[name]));
   data.unshift(line(t, "total", steps, total(rows), t.ink, { line: { color: t.ink, width: 2.2 } }));
   if (prefix) data.push(line(t, "on zeroed", steps, seriesOf(index, ["out_zeroed"])[0], t.deadzone, { line: { color: t.deadzone, width: 1.4, dash: "dot" } }));
   if (DATA.against) {
     const view = DATA.against.view;
-    data.push(line(t, "total of B", stepsOfView(view), total(seriesOf(index, PARTS.map(([name]) => prefix + name), view)), t.b, B_LINE(t)));
+    data.push(line(t, "total of B", stepsOfView(view), total(seriesOf(index, PARTS.map((name) => prefix + name), view)), t.b, B_LINE(t)));
   }
-  data.push(reference(t, steps, valueOf("operands", "nmse_reference", index)));
+  data.push(reference(t, steps, valueOf("nmse_reference", index)));
   return stepFigure(t, data, {}, bandShape(t, bandOf(index, "nmse")));
 }
 function stepFigure(t, data, yaxis, shapes) {
@@ -205,10 +216,10 @@ function stepFigure(t, data, yaxis, shapes) {
   return { data, layout: layout(t, { ...UNIFIED, ...LEGEND(t), shapes, margin: { l: 46, r: 8, t: 34, b: 34 }, xaxis: stepAxis({ title: "step", zeroline: false }), yaxis: { tickformat: ".2~p", rangemode: "tozero", ...yaxis } }) };
 }
 function componentsTable(index, prefix) {
-  const names = PARTS.map(([name]) => prefix + name);
+  const names = PARTS.map((name) => prefix + name);
   const rows = seriesOf(index, names);
   const sum = total(rows);
-  const head = ["step", "total", ...PARTS.map(([name]) => name)];
+  const head = ["step", "total", ...PARTS];
   if (prefix) { head.push("made on zeroed values"); rows.push(seriesOf(index, ["out_zeroed"])[0]); }
   return { head, format: ["number", ...head.slice(1).map(() => "percent")], rows: stepRows(stepsOf(), (s, i) => [s, sum[i], ...rows.map((r) => r[i])]) };
 }
@@ -221,7 +232,7 @@ function zerosFigure(index) {
     line(t, "rounded to zero", steps, seriesOf(index, ["zero_frac"])[0], t.deadzone),
     line(t, "clipped", steps, seriesOf(index, ["saturated_frac"])[0], t.saturation),
     ...(DATA.against ? [line(t, "zeroed in B", stepsOfView(DATA.against.view), lineOf(DATA.against.view, "zero_frac", index), t.b, B_LINE(t))] : []),
-    reference(t, steps, valueOf("operands", "zeroed_reference", index)),
+    reference(t, steps, valueOf("zeroed_reference", index)),
   ], {}, bandShape(t, bandOf(index, "zero_frac")));
 }
 function zerosTable(index) {
@@ -230,7 +241,7 @@ function zerosTable(index) {
 }
 
 function deltaBins(index) {
-  const shares = rowOf("operands", "delta", index);
+  const shares = rowOf(DATA.operands.columns.delta, index);
   return Array.from(shares, (share, i) => [i / shares.length, (i + 1) / shares.length, share]);
 }
 function deltaFigure(index) {
@@ -256,8 +267,8 @@ function depthFigure(selected) {
   const data = chosen.map(([key, color, symbol]) => {
     const r = DATA.roles.findIndex((role) => role.key === key);
     const at = DATA.modules.names.map((_, i) => operandAt(i, r));
-    const y = at.map((i) => { const v = valueOf("operands", "out_error", i); return v > 0 ? v : null; });
-    const text = at.map((i, m) => plain(shorten(DATA.modules.names[m], 60)) + "<br>" + (r < 0 ? "" : plain(DATA.roles[r].label)) + " <b>" + percent(y[m] === null ? NaN : y[m]) + "</b>");
+    const y = at.map((i) => { const v = valueOf("out_error", i); return v > 0 ? v : null; });
+    const text = at.map((i, m) => moduleLabel(m) + "<br>" + (r < 0 ? "" : plain(DATA.roles[r].label)) + " <b>" + percent(y[m] === null ? NaN : y[m]) + "</b>");
     return {
       type: "scatter", mode: "markers", name: (r < 0 ? key : DATA.roles[r].label) + " rounded", x: at.map((_, m) => m), y, text, customdata: at.map((_, m) => m),
       hovertemplate: "%{text}<extra></extra>", marker: { color: t[color], symbol, size: DATA.modules.names.length > 60 ? 4 : 7 },
@@ -268,16 +279,15 @@ function depthFigure(selected) {
   if (both) {
     const extra = (name, y, marker, words) => ({
       type: "scatter", mode: "markers", name, x: both.module, y: y.map((v) => (v > 0 ? v : null)), customdata: both.module, hovertemplate: "%{text}<extra></extra>", marker,
-      text: both.module.map((m, i) => plain(shorten(DATA.modules.names[m], 60)) + "<br>" + words + " <b>" + percent(y[i] === null ? NaN : y[i]) + "</b>" + (both.withheld[i] ? ", mostly noise: not attributed" : "")),
+      text: both.module.map((m, i) => moduleLabel(m) + "<br>" + words + " <b>" + percent(y[i] === null ? NaN : y[i]) + "</b>" + (both.withheld[i] ? ", mostly noise: not attributed" : "")),
     });
     const size = DATA.modules.names.length > 60 ? 4 : 7;
     data.push(extra("both rounded", both.total, { color: t.ink, symbol: "square-open", size }, "G and X rounded"));
     data.push(extra("sampling noise", both.noise, { color: t.faint, symbol: "x-thin", size, line: { width: 1.4, color: t.faint } }, "sampling noise"));
   }
   const shapes = bandShape(t, DATA.bands.length === 1 ? DATA.bands[0].nmse : undefined);
-  if (selected.module >= 0) shapes.push({ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: selected.module - 0.5, x1: selected.module + 0.5, line: { width: 0 }, fillcolor: t["grid-line"] });
-  const xaxis = { ...moduleTicks(), range: [-0.6, DATA.modules.names.length - 0.4], zeroline: false };
-  return { data, layout: layout(t, { ...LEGEND(t), shapes, xaxis, yaxis: { type: "log", tickformat: ".2~p", zeroline: false, nticks: 6 }, margin: { l: 46, r: 8, t: 30, b: 22 } }) };
+  shapes.push(...selectedShape(t, selected));
+  return { data, layout: layout(t, { ...LEGEND(t), shapes, xaxis: moduleAxis(), yaxis: { type: "log", tickformat: ".2~p", zeroline: false, nticks: 6 }, margin: { l: 46, r: 8, t: 30, b: 22 } }) };
 }
 function depthTable() {
   const roles = WGRAD.map(([key]) => DATA.roles.findIndex((role) => role.key === key && key.endsWith(shown.operands))).filter((r) => r >= 0);
@@ -287,7 +297,7 @@ function depthTable() {
   const of = (name, m) => { const i = both.module.indexOf(m); return i < 0 || both[name][i] === null ? NaN : both[name][i]; };
   return {
     head: ["module", "layer", ...roles.map((r) => DATA.roles[r].label), ...extra.map(named)], format: ["text", "text", ...roles.map(() => "percent"), ...extra.map(() => "percent")],
-    rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("operands", "out_error", operandAt(m, r))), ...extra.map((key) => of(key, m))]),
+    rows: DATA.modules.names.map((name, m) => [name, DATA.modules.blocks[m], ...roles.map((r) => valueOf("out_error", operandAt(m, r))), ...extra.map((key) => of(key, m))]),
   };
 }
 
@@ -323,7 +333,7 @@ function realisedFigure(selected) {
     const symbol = phase.phase === "train" ? "diamond" : "circle";
     const errors = phase.module.map((_, i) => realisedOf(phase, i));
     const info = phase.module.map((m, i) => [
-      plain(shorten(DATA.modules.names[m], 60)) + " · " + phase.label, "realised <b>" + number(errors[i][0]) + "</b>, predicted " + number(errors[i][1]),
+      moduleLabel(m) + " · " + phase.label, "realised <b>" + number(errors[i][0]) + "</b>, predicted " + number(errors[i][1]),
       "X " + plain(phase.recipe_x[i]) + ", W " + plain(phase.recipe_w[i]) + (phase.exact[i] ? ", reproduced exactly" : ", not reproduced exactly"),
     ].join("<br>"));
     const common = { type: "scatter", mode: "markers", x: xs, customdata: phase.module, text: info, hovertemplate: "%{text}<extra></extra>" };
@@ -333,9 +343,7 @@ function realisedFigure(selected) {
   }
   const exponents = [-8, -6, -4, -2, 0];
   const yaxis = { type: "log", tickvals: exponents.map((e) => 10 ** e), ticktext: exponents.map((e) => (e === -8 ? "≤ " : "") + power(e)), range: [-8.4, 0.9], zeroline: false };
-  const xaxis = { ...moduleTicks(), range: [-0.6, DATA.modules.names.length - 0.4], zeroline: false };
-  const shapes = selected.module < 0 ? [] : [{ type: "rect", layer: "below", yref: "paper", y0: 0, y1: 1, x0: selected.module - 0.5, x1: selected.module + 0.5, line: { width: 0 }, fillcolor: t["grid-line"] }];
-  return { data, layout: layout(t, { ...LEGEND(t), shapes, xaxis, yaxis, margin: { l: 46, r: 8, t: 30, b: 22 } }) };
+  return { data, layout: layout(t, { ...LEGEND(t), shapes: selectedShape(t, selected), xaxis: moduleAxis(), yaxis, margin: { l: 46, r: 8, t: 30, b: 22 } }) };
 }
 function realisedTable() {
   const head = ["module", "phase", "realised", "predicted", "realised / predicted", "recipe X", "recipe W", "exact"];

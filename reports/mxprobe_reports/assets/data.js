@@ -3,21 +3,17 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
+const unpacked = new Map();
 function unpack(packed) {
-  const bytes = Uint8Array.from(atob(packed.f32), (c) => c.charCodeAt(0));
-  return { values: new Float32Array(bytes.buffer), shape: packed.shape };
+  if (!unpacked.has(packed)) {
+    const bytes = Uint8Array.from(atob(packed.f32), (c) => c.charCodeAt(0));
+    unpacked.set(packed, { values: new Float32Array(bytes.buffer), shape: packed.shape });
+  }
+  return unpacked.get(packed);
 }
-
-const decoded = new Map();
-function column(group, name) {
-  const key = group + "/" + name;
-  if (!decoded.has(key)) decoded.set(key, unpack(group === "against" ? DATA.against[name] : DATA[group].columns[name]));
-  return decoded.get(key);
-}
-
-// A row of a 2-D column, or one number of a 1-D column.
-function rowOf(group, name, index) {
-  const { values, shape } = column(group, name);
+// A row of a 2-D column.
+function rowOf(packed, index) {
+  const { values, shape } = unpack(packed);
   return values.subarray(index * shape[1], (index + 1) * shape[1]);
 }
 // Which steps, rank and operands are shown; null is all of them. `operands` is a role or the end of several.
@@ -34,92 +30,61 @@ function isStepShown(step) {
 function filtersOn() {
   return [["steps", shown.from !== null], ["rank", shown.view > 0], ["operands", shown.operands !== ""]].filter(([, on]) => on).map(([name]) => name);
 }
-const viewLines = new Map();
-function viewColumn(view, name) {
-  const key = view.label + "/" + name;
-  if (!viewLines.has(key)) viewLines.set(key, unpack(view.columns[name]));
-  return viewLines.get(key);
-}
 function currentView() {
   return DATA.views[shown.view];
 }
 function stepsOfView(view) {
-  if (!viewLines.has(view.label)) viewLines.set(view.label, unpack(view.steps).values);
-  return viewLines.get(view.label);
+  return unpack(view.steps).values;
 }
 function lineOf(view, name, index) {
-  const { values, shape } = viewColumn(view, name);
-  return values.subarray(index * shape[1], (index + 1) * shape[1]);
+  return rowOf(view.columns[name], index);
 }
 function isAll() {
   return shown.view === 0 && shown.from === null;
 }
 
-// Ratios over the steps shown: each bin weighted with its own energy or count, so that this is sums over sums.
-function meanOver(name, weight, index) {
+// A ratio over the steps shown, of some operands together: sums over sums, each bin weighted with its energy or count.
+// DATA.ratios says for each column which lines are added above and below (none: the weight itself), and the weight.
+function ratioOver(name, indices) {
+  const [above, below, weight] = DATA.ratios[name];
   const view = currentView();
   const steps = stepsOfView(view);
-  const line = lineOf(view, name, index);
-  const weights = lineOf(view, weight, index);
-  let above = 0;
-  let below = 0;
-  for (let i = 0; i < steps.length; i++) {
-    if (!isStepShown(steps[i]) || !Number.isFinite(line[i]) || !(weights[i] > 0)) continue;
-    above += line[i] * weights[i];
-    below += weights[i];
-  }
-  return below > 0 ? above / below : NaN;
-}
-const partsOf = (prefix, weight) => (i) => ["scale", "deadzone", "grid"].reduce((sum, name) => sum + meanOver(prefix + name, weight, i), 0);
-const outError = partsOf("out_", "output");
-const operandError = partsOf("", "signal");
-const OVER_STEPS = {
-  out_error: outError, nmse: operandError,
-  sqnr_db: (i) => -10 * Math.log10(operandError(i)),
-  nmse_ratio: (i) => operandError(i) / column("operands", "nmse_reference").values[i],
-  zero_frac: (i) => meanOver("zero_frac", "values", i), saturated_frac: (i) => meanOver("saturated_frac", "values", i),
-};
-for (const name of ["scale", "deadzone", "grid", "zeroed", "saturated"]) OVER_STEPS["out_" + name] = (i) => meanOver("out_" + name, "output", i) / outError(i);
-for (const name of ["scale", "deadzone", "grid"]) OVER_STEPS[name] = (i) => meanOver(name, "signal", i) / operandError(i);
-
-function valueOf(group, name, index) {
-  if (index < 0) return NaN;
-  if (name === "b_over_a") return column("against", "error").values[index] / column("operands", "out_error").values[index];
-  if (group === "operands" && !isAll() && OVER_STEPS[name]) return OVER_STEPS[name](index);
-  return column(group, name).values[index];
-}
-// Energy of the output and of the parts of its error, added over the operands of a role and the steps shown.
-function splitOf(role) {
-  const view = currentView();
-  const steps = stepsOfView(view);
-  const sums = { output: 0, scale: 0, deadzone: 0, grid: 0 };
-  DATA.operands.role.forEach((r, i) => {
-    if (r !== role) return;
-    const output = lineOf(view, "output", i);
-    const parts = PARTS.map(([name]) => [name, lineOf(view, "out_" + name, i)]);
+  let over = 0;
+  let under = 0;
+  for (const index of indices) {
+    const weights = lineOf(view, weight, index);
+    const [tops, bottoms] = [above, below].map((names) => names.map((line) => lineOf(view, line, index)));
     for (let s = 0; s < steps.length; s++) {
-      if (!isStepShown(steps[s]) || !(output[s] > 0) || !parts.every(([, line]) => Number.isFinite(line[s]))) continue;
-      sums.output += output[s];
-      for (const [name, line] of parts) sums[name] += line[s] * output[s];
+      if (!isStepShown(steps[s]) || !(weights[s] > 0)) continue;
+      let [top, bottom] = [0, below.length ? 0 : 1];
+      for (const line of tops) top += line[s];
+      for (const line of bottoms) bottom += line[s];
+      if (!Number.isFinite(top) || !Number.isFinite(bottom)) continue;
+      over += top * weights[s];
+      under += bottom * weights[s];
     }
-  });
-  return sums;
+  }
+  return under > 0 ? over / under : NaN;
+}
+function valueOf(name, index) {
+  if (index < 0) return NaN;
+  if (!isAll()) {
+    if (name === "sqnr_db") return -10 * Math.log10(ratioOver("nmse", [index]));
+    if (name === "nmse_ratio") return ratioOver("nmse", [index]) / valueOf("nmse_reference", index);
+    if (DATA.ratios[name]) return ratioOver(name, [index]);
+  }
+  return unpack(DATA.operands.columns[name]).values[index];
 }
 // Realised and predicted error of module i of a phase, relative to its output, over the steps shown.
 function realisedOf(phase, i) {
   if (shown.from === null) return [phase.realised[i], phase.predicted[i]];
-  const steps = unpackOnce(phase.steps).values;
-  const { values, shape } = unpackOnce(phase.binned);
+  const steps = unpack(phase.steps).values;
+  const { values, shape } = unpack(phase.binned);
   const sums = [0, 1, 2].map((k) => {
     const start = (k * shape[1] + i) * shape[2];
     return values.subarray(start, start + shape[2]).reduce((sum, v, s) => sum + (isStepShown(steps[s]) ? v : 0), 0);
   });
   return sums[0] > 0 ? [sums[1] / sums[0], sums[2] / sums[0]] : [NaN, NaN];
-}
-const unpacked = new Map();
-function unpackOnce(packed) {
-  if (!unpacked.has(packed)) unpacked.set(packed, unpack(packed));
-  return unpacked.get(packed);
 }
 function bandOf(index, name) {
   return index < 0 ? undefined : DATA.bands[DATA.operands.rule[index]][name];
@@ -135,36 +100,11 @@ function operandName(index) {
   return DATA.modules.names[DATA.operands.module[index]] + " · " + DATA.roles[DATA.operands.role[index]].label;
 }
 
-const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
-function power(exponent) {
-  return "10" + String(exponent).replace(/./g, (c) => SUPERSCRIPT[c]);
-}
-function number(x) {
-  if (!Number.isFinite(x)) return "–";
-  const a = Math.abs(x);
-  if (a === 0) return "0";
-  if (a < 1e-3 || a >= 1e6) {
-    const exponent = Math.floor(Math.log10(a));
-    return (x / 10 ** exponent).toFixed(1).replace("-", "−") + "×" + power(exponent);
-  }
-  if (a < 0.1) return String(Number(x.toPrecision(3))).replace("-", "−");
-  return x.toFixed(a >= 100 ? 0 : a >= 10 ? 1 : a >= 1 ? 2 : 3).replace("-", "−");
-}
-function percent(x) {
-  if (!Number.isFinite(x)) return "–";
-  const p = Math.abs(100 * x);
-  const digits = p >= 99.95 ? 0 : p >= 10 ? 1 : p >= 1 ? 1 : 2;
-  if (p > 0 && p < 0.005) return (x < 0 ? "> −" : "< ") + "0.01 %";
-  return (100 * x).toFixed(digits).replace("-", "−") + " %";
-}
 function count(x) {
   return Number.isFinite(x) ? String(Math.round(x)) : "–";
 }
 function decibel(x) {
   return Number.isFinite(x) ? x.toFixed(1).replace("-", "−") + " dB" : "–";
-}
-function tick(x) {
-  return Number((100 * x).toPrecision(2)) + " %";
 }
 const FORMAT = { number, percent, decibel, text: (x) => x, times: (x) => (Number.isFinite(x) ? number(x) + " ×" : "–") };
 

@@ -165,33 +165,39 @@ function fillScopes() {
     note.textContent = missed.length ? "of all " + missed.map((name) => (name === "rank" ? "ranks" : name)).join(", ").replace(/, (\w+)$/, " and $1") : "";
   }
 }
-const FORMAT_OF = { predicted_kl: number };
+// The columns of a table that the template has headed: key and format of each.
+function columnsOf(body) {
+  return Array.from(body.parentNode.querySelectorAll("th[data-format]"), (th) => [th.dataset.key, FORMAT[th.dataset.format]]);
+}
 function fillWorst() {
   const body = byId("worst");
-  const columns = body.dataset.columns.split(" ");
-  const value = (i) => { const v = valueOf("operands", columns[0], i); return Number.isFinite(v) ? v : -1; };
+  const columns = columnsOf(body);
+  const value = (i) => { const v = valueOf(columns[0][0], i); return Number.isFinite(v) ? v : -1; };
   const order = DATA.operands.role.map((_, i) => i).filter((i) => isRoleShown(DATA.operands.role[i]));
   const values = new Map(order.map((i) => [i, value(i)]));
   order.sort((a, b) => values.get(b) - values.get(a) || a - b);
-  body.replaceChildren(...order.slice(0, N_WORST).map((i) => {
-    const [m, r] = [DATA.operands.module[i], DATA.operands.role[i]];
-    const pick = element("button", { class: "pick", type: "button", "data-pick": m + "," + r, onclick: () => select(m, r) }, DATA.modules.names[m]);
-    const cells = columns.map((name) => element("td", { class: "num" }, (FORMAT_OF[name] || percent)(valueOf("operands", name, i))));
-    return element("tr", { class: i === current() ? "selected" : null }, element("td", {}, pick), element("td", {}, DATA.roles[r].label), ...cells);
-  }));
+  body.replaceChildren(...order.slice(0, N_WORST).map((i) => operandRow(i, columns, false)));
+}
+// A row of a table of operands; its name selects it, and may go to the selected layer.
+function operandRow(i, columns, goes) {
+  const [m, r] = [DATA.operands.module[i], DATA.operands.role[i]];
+  const onclick = () => { select(m, r); if (goes) byId("layer").scrollIntoView(); };
+  const pick = element("button", { class: "pick", type: "button", onclick }, DATA.modules.names[m]);
+  const cells = columns.map(([name, format]) => element("td", { class: "num" }, format(valueOf(name, i))));
+  return element("tr", { class: i === current() ? "selected" : null }, element("td", {}, pick), element("td", {}, DATA.roles[r].label), ...cells);
 }
 function fillSplit() {
   const lines = rolesShown().flatMap((r) => {
-    const sums = splitOf(r);
-    const error = sums.scale + sums.deadzone + sums.grid;
+    const operands = DATA.operands.role.map((_, i) => i).filter((i) => DATA.operands.role[i] === r);
+    const error = ratioOver("out_error", operands);
     const label = element("span", { class: r === state.role ? "current" : null }, DATA.roles[r].label);
-    if (!(sums.output > 0) || !(error > 0)) return [label, element("span", { class: "note" }, "not measured"), element("span", { class: "total" }, "–")];
-    const shares = PARTS.map(([name]) => [name, sums[name] / error]);
+    if (!(error > 0)) return [label, element("span", { class: "note" }, "not measured"), element("span", { class: "total" }, "–")];
+    const shares = PARTS.map((name) => [name, ratioOver("out_" + name, operands)]);
     const whole = shares.reduce((sum, [, v]) => sum + Math.max(v, 0), 0) || 1;
     let words = shares.map(([name, v]) => name + " " + percent(v)).join(", ");
-    if (sums.scale < 0) words += " (no scale problem: the power-of-two scales do better than amax/6)";
+    if (shares[0][1] < 0) words += " (no scale problem: the power-of-two scales do better than amax/6)";
     const bars = shares.filter(([, v]) => v > 0).map(([name, v]) => element("i", { class: name, style: `width: ${(100 * v / whole).toFixed(2)}%` }));
-    return [label, element("div", { class: "bar", role: "img", "aria-label": words, title: words }, ...bars), element("span", { class: "total" }, percent(error / sums.output))];
+    return [label, element("div", { class: "bar", role: "img", "aria-label": words, title: words }, ...bars), element("span", { class: "total" }, percent(error))];
   });
   byId("split").replaceChildren(...lines);
 }
@@ -202,8 +208,8 @@ function fillSignals() {
     const [recent, first] = ["recent", "first"].map((name) => document.querySelector(`[data-${name}="${signal.id}"]`));
     if (!written.has(signal.id)) written.set(signal.id, [recent.textContent, first.textContent]);
     const show = signal.is_share ? percent : number;
-    const steps = unpackOnce(signal.steps).values;
-    const values = Array.from(unpackOnce(signal.values).values).filter((v, i) => Number.isFinite(v) && isStepShown(steps[i]));
+    const steps = unpack(signal.steps).values;
+    const values = Array.from(unpack(signal.values).values).filter((v, i) => Number.isFinite(v) && isStepShown(steps[i]));
     const n = Math.max(1, Math.round(values.length / 10));
     const mean = (part) => (part.length ? part.reduce((a, b) => a + b, 0) / part.length : NaN);
     const texts = [show(mean(values.slice(-n))), values.length > 1 ? "from " + show(mean(values.slice(0, n))) : values.length ? "one step only" : "no step in the range"];
@@ -213,12 +219,12 @@ function fillSignals() {
 
 function fillKeys() {
   const at = current();
-  const get = (name) => valueOf("operands", name, at);
+  const get = (name) => valueOf(name, at);
   const entries = [
     ["Output error", percent(get("out_error")), "Gaussian: " + percent(get("nmse_reference"))],
     ["On zeroed values", percent(get("out_zeroed")), "share of output error"],
     ["Operand error", percent(get("nmse")), "Gaussian: " + percent(get("nmse_reference"))],
-    ["SQNR", decibel(get("sqnr_db")), "Gaussian: " + decibel(-10 * Math.log10(get("nmse_reference")))],
+    ["SQNR", decibel(get("sqnr_db")), "Gaussian: " + decibel(get("sqnr_reference"))],
     ["Rounded to zero", percent(get("zero_frac")), "Gaussian: " + percent(get("zeroed_reference"))],
     ["Clipped", percent(get("saturated_frac")), "|x| > 6 s"],
     ["Rows measured", percent(get("sampled")), isAll() ? count(get("clusters")) + " units at least" : "all steps and ranks"],
@@ -238,29 +244,25 @@ function fillKeys() {
 }
 function fillWhatifs() {
   const at = current();
-  const rows = DATA.whatif.corrections.map((name, c) => [name, ...["output", "error", "on_deadzone", "zeroed"].map((k) => (at < 0 ? NaN : rowOf("whatif", k, at)[c]))]);
+  const rows = DATA.whatif.corrections.map((name, c) => [name, ...["output", "error", "on_deadzone", "zeroed"].map((k) => (at < 0 ? NaN : rowOf(DATA.whatif.columns[k], at)[c]))]);
   const measured = rows.filter((row) => row.slice(1).some(Number.isFinite)).sort((a, b) => (Number.isFinite(a[1]) ? a[1] : a[2]) - (Number.isFinite(b[1]) ? b[1] : b[2]));
   const body = byId("whatifs");
   if (!measured.length) return body.replaceChildren(element("tr", {}, element("td", { colspan: 5, class: "note" }, "No correction was tried on this operand.")));
   body.replaceChildren(...measured.map((row) => element("tr", {}, element("td", { class: "name" }, row[0]), ...row.slice(1).map((v, i) => element("td", { class: "num" }, i === 3 ? percent(v) : number(v))))));
 }
 
-const LAYER_COLUMNS = [["out_error", percent], ["out_zeroed", percent], ["nmse", percent], ["sqnr_db", decibel], ["scale", percent], ["deadzone", percent], ["grid", percent], ["zero_frac", percent], ["saturated_frac", percent]];
 function fillLayers() {
   const words = byId("layer-filter").value.toLowerCase();
   const { key, down } = state.sort;
+  const columns = columnsOf(byId("layers"));
   let rows = DATA.operands.module.map((_, i) => i).filter((i) => isRoleShown(DATA.operands.role[i]) && operandName(i).toLowerCase().includes(words));
-  const value = (i) => (key === "module" ? DATA.operands.module[i] : key === "role" ? DATA.operands.role[i] : valueOf("operands", key, i));
+  const value = (i) => (key === "module" ? DATA.operands.module[i] : key === "role" ? DATA.operands.role[i] : valueOf(key, i));
   const rank = (v) => (Number.isFinite(v) ? v : down ? -Infinity : Infinity);
-  rows.sort((a, b) => (down ? rank(value(b)) - rank(value(a)) : rank(value(a)) - rank(value(b))) || a - b);
+  const ranks = new Map(rows.map((i) => [i, rank(value(i))]));
+  rows.sort((a, b) => (down ? ranks.get(b) - ranks.get(a) : ranks.get(a) - ranks.get(b)) || a - b);
   const found = rows.length;
   rows = rows.slice(0, state.limit);
-  byId("layers").replaceChildren(...rows.map((i) => {
-    const [m, r] = [DATA.operands.module[i], DATA.operands.role[i]];
-    const pick = element("button", { class: "pick", type: "button", onclick: () => { select(m, r); byId("layer").scrollIntoView(); } }, DATA.modules.names[m]);
-    return element("tr", { class: i === current() ? "selected" : null }, element("td", {}, pick), element("td", {}, DATA.roles[r].label),
-      ...LAYER_COLUMNS.map(([name, format]) => element("td", { class: "num" }, format(valueOf("operands", name, i)))));
-  }));
+  byId("layers").replaceChildren(...rows.map((i) => operandRow(i, columns, true)));
   byId("layers-count").textContent = found > rows.length ? `${rows.length} of ${found} operands` : `${found} operands`;
   byId("layers-more").hidden = found <= rows.length;
   for (const th of document.querySelectorAll("#layers-table th")) {
