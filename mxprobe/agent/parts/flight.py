@@ -19,7 +19,7 @@ from torch import nn
 
 from mxprobe.agent.context import Context
 from mxprobe.agent.guard import Guard, Hook
-from mxprobe.agent.part import TRAINER, Job, Part
+from mxprobe.agent.part import Job, Part
 from mxprobe.events import Event
 from mxprobe.measuring.adapters.main_parameters import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
@@ -35,7 +35,6 @@ class FlightRecorder(Part):
     """Keeps and judges the norms of the last steps, and writes them down where a trigger falls."""
 
     name = "flight recorder"
-    roles = (TRAINER,)
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -43,6 +42,8 @@ class FlightRecorder(Part):
         self._black_box = BlackBox(context.config.follow_steps)
 
     def watch(self, roots: Sequence[nn.Module]) -> None:
+        if not self._context.run.is_trainer:
+            self._taps = None
         if self._taps is not None:
             self._taps.watch(roots, not_to_be_hooked(list(roots)))
             self._hand_over(self._taps.take(step=0))  # of the step just observed, whose gradients are there
