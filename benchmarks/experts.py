@@ -95,7 +95,7 @@ def _row(n_experts: int, implementation: str, pairs: int) -> str:
             probe.finish_step()
             probe.forget()
     started = time.perf_counter()
-    for _ in measure_step(sent[:2], AgentConfig(), step_base=0, recipes={}, history=WeightHistory()):
+    for _ in measure_step(sent[:2], AgentConfig(), recipes={}, history=WeightHistory()):
         pass
     beside_s = time.perf_counter() - started
     plain_s, outside_s, probed_s = map(statistics.median, (plain, outside, probed))

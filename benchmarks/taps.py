@@ -45,7 +45,7 @@ def main() -> None:
     sink = Tracking()
     plain, tapped, looks = [], [], []
     for _ in range(REPEATS):
-        taps = SignalTaps(lambda rows: None, lambda where, error: None, lambda kind, detail: None)
+        taps = SignalTaps(lambda rows: None, lambda where, error: None, lambda event: None)
         plain.append(microseconds(lambda: sink.log(METRICS, step=1)))
         taps.ensure_wrapped()
         tapped.append(microseconds(lambda: sink.log(METRICS, step=1)))

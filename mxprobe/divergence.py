@@ -22,8 +22,8 @@ import pandas as pd
 import torch
 from torch import nn
 
-from mxprobe.attribution.layers import COMPARISON, FACTOR, Divergence
-from mxprobe.attribution.layers import first_divergence as _first_divergence
+from mxprobe.attribution.layer_divergence import COMPARISON, FACTOR, Divergence
+from mxprobe.attribution.layer_divergence import first_divergence as _first_divergence
 from mxprobe.errors import UsageError
 from mxprobe.measuring.replay.floor import FLOOR
 from mxprobe.measuring.replay.residual_stream import LayerDifference, blocks_of, difference, layer_rows, sketched

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxprobe.errors import UsageError
-from mxprobe.schema import TABLES
+from mxprobe.schema import TABLES, Row
 
 if TYPE_CHECKING:
     from torch import nn
 
-Row = dict[str, Any]
 SOURCE = "prompt log-probabilities"
 
 

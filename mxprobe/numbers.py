@@ -61,7 +61,8 @@ def fixed(value: float | None, digits: int = 2) -> str:
     """So many digits after the point; two are what the uncertainty of a gain allows."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    return f"{'−' if value < 0 else ''}{_rounded(abs(value), digits)}"
+    text = _rounded(abs(value), digits)
+    return f"{'−' if value < 0 and Decimal(text) else ''}{text}"
 
 
 def interval(value: float, low: float, high: float, spell: Callable[[float], str] = number) -> str:

@@ -4,6 +4,8 @@ Standard library only and Python 3.9 syntax: the agent ships this file. Arrow ty
 `mxprobe.trace`, from the type names used here.
 """
 
+from typing import Any
+
 from mxprobe_kernels.columns import CODE_BINS as CODE_BINS
 from mxprobe_kernels.columns import COUNTS as COUNTS
 from mxprobe_kernels.columns import DELTA_BINS as DELTA_BINS
@@ -13,7 +15,7 @@ from mxprobe_kernels.formats import Rule as Rule
 
 SCHEMA_VERSION = 1
 """Counts changes that an older reader cannot cope with: it refuses the trace."""
-SCHEMA_MINOR = 1
+SCHEMA_MINOR = 2
 """Counts additions that an older reader can ignore: a table, a column, a value of an enumeration. See docs/trace.md."""
 
 
@@ -64,6 +66,24 @@ PLAIN_WORDS: dict[Verdict, str] = {
     Verdict.UNDECIDED: "undecided between corrections",
     Verdict.KEEP_HIGH_PRECISION: "keep in high precision",
 }
+
+Row = dict[str, Any]
+"""One row of a table, by column: what the parts of the agent hand over and the writer puts into columns."""
+TableRow = tuple[str, Row]
+"""The name of a table, and a row of it."""
+
+COMPONENTS = ("total", "scale", "deadzone", "grid")
+"""Values of column `component` where an error is split: the whole, and its parts."""
+ENGINES = ("arrow", "duckdb", "ray")
+"""What large tables are summed with: see mxprobe.trace.summing."""
+
+WEIGHT_CODES = "weight_codes"
+"""Table of hashes of weights. Its column `form` has the values below."""
+AS_HELD, TRANSPOSED, NOT_COMPARABLE, BF16 = "held", "transposed", "not comparable", "bf16"
+ROUNDED: tuple[str, ...] = ("mxfp4+rceil", "mxfp4+floor", "mxfp4+even")
+"""How an engine may have rounded the trainer's weights."""
+OF_BF16 = " of bf16"
+"""After one of these: of weights in float32 that were sent in bfloat16."""
 
 DEFAULT_ARMS: tuple[str, ...] = ("high", "q", "qstar", "qstar_dz", "mxfp8", "noise", "flip", "q_weights")
 """Counterfactual forwards of a replay: `mxprobe.measuring.replay.arms` says what each is."""
@@ -417,7 +437,16 @@ TABLES: dict[str, Columns] = {
         ("estimator", "dict"),
         ("value", "float64"),
     ),
-    "events": (("step", "int64"), ("time_ns", "int64"), ("kind", "dict"), ("detail", "string")),
+    # What happened: facts in columns, and words for people that nothing reads. See mxprobe.events.
+    "events": (
+        ("step", "int64"),
+        ("time_ns", "int64"),
+        ("kind", "dict"),
+        ("subject", "dict"),  # the module or thing that it is about, "" for the run
+        ("state", "dict"),  # a slug
+        ("data", "string"),  # JSON: the other facts by name
+        ("detail", "string"),  # the words
+    ),
     # The flight recorder's past, and what followed: see mxprobe.measuring.black_box.
     "flight": (
         ("step", "int64"),

@@ -9,16 +9,17 @@ from typing import Any
 from mxprobe.agent.context import Context
 from mxprobe.agent.event_log import EventLog
 from mxprobe.agent.guard import Guard
+from mxprobe.events import Event
 from mxprobe.protocol import AgentConfig
 
 
 class Events(EventLog):
     def __init__(self, context: Context) -> None:
         super().__init__(context.recorder, context.clock)
-        self.told: list[tuple[str, str]] = []
+        self.told: list[Event] = []
 
-    def tell(self, kind: str, detail: str) -> None:
-        self.told.append((kind, detail))
+    def tell(self, event: Event) -> None:
+        self.told.append(event)
 
 
 @dataclass
@@ -27,13 +28,13 @@ class Told:
     errors: list[str] = field(default_factory=list)
 
     @property
-    def events(self) -> list[tuple[str, str]]:
+    def events(self) -> list[Event]:
         events: Any = self.context.events
         return events.told
 
     @property
     def details(self) -> list[str]:
-        return [detail for _, detail in self.events]
+        return [event.words for event in self.events]
 
 
 def told(config: AgentConfig | None = None, **others: Any) -> Told:

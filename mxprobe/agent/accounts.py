@@ -7,7 +7,8 @@ from typing import Any
 
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.context import Context
-from mxprobe.agent.part import Job, TableRow
+from mxprobe.agent.part import Job
+from mxprobe.schema import TableRow
 
 
 class Accounts:
@@ -29,8 +30,8 @@ class Accounts:
             budget.put_off()
         context.schedule.plan(clock, busy=self._measuring or is_busy, affordable=clock.is_affordable)
         if clock.probed:
-            for detail in budget.begin_probe():
-                context.events.tell("thinned", detail)
+            for event in budget.begin_probe():
+                context.events.tell(event)
 
     def finish(self) -> Job:
         """Book the step that is over; returns the job that writes its row."""
@@ -50,10 +51,9 @@ class Accounts:
     def _rows(self, row: dict[str, Any]) -> Iterable[TableRow]:
         """In the worker."""
         context = self._context
-        step = context.recorder.step_base + row["step"]
         measured = {"measure_ns": context.worker.take_measure_ns(), "n_errors": context.guard.n_errors}
         sent = {"n_dropped": context.transport.n_dropped_rows, "sent_bytes": context.transport.sent_bytes}
-        return [("overhead", {**row, "step": step, **measured, **sent})]
+        return [("overhead", {**row, **measured, **sent})]
 
     def status(self) -> dict[str, Any]:
         """Times are sums since attach."""

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
+from mxprobe.events import Event
+
 WINDOW = 64
 MIN_STEPS = 8
 SIGNIFICANT = 3.0
@@ -61,16 +63,18 @@ class Budget:
         self.n_late += 1
         self._late += 1
 
-    def begin_probe(self) -> list[str]:
-        """A probe is made now. Returns what is thinned for the first time, or more than before, in words."""
+    def begin_probe(self) -> list[Event]:
+        """A probe is made now. Return events of what is thinned for the first time, or more than before."""
         late, self._late = self._late, 0
-        told: list[str] = []
+        told: list[Event] = []
         if late and not self._told:
             self._told = True
-            told.append(f"probes come later than every {self._every} steps, to cost {self._max_overhead:.1%} at most")
+            words = f"probes come later than every {self._every} steps, to cost {self._max_overhead:.1%} at most"
+            told.append(Event("thinned", "", "later", {"every": self._every}, words))
         if late > PATIENCE * self._every and self.share > MIN_SHARE:
             self.share /= 2
-            told.append(f"each probed step measures {self.share:.2%} of the modules, in turn")
+            words = f"each probed step measures {self.share:.2%} of the modules, in turn"
+            told.append(Event("thinned", "", "in_turn", {"share": self.share}, words))
         return told
 
 

@@ -15,6 +15,7 @@ from mxprobe.agent.run import Run
 from mxprobe.agent.schedule import Schedule
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
+from mxprobe.events import Event
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
 
@@ -40,7 +41,10 @@ class Context:
         clock, recorder = Clock(), Recorder(transport)
         events = EventLog(recorder, clock)
         guard = Guard(
-            config.error_budget, lambda where, detail: events.tell("error", f"{where}: {detail}"), on_exhausted, clock
+            config.error_budget,
+            lambda where, detail: events.tell(Event("error", where, text=f"{where}: {detail}")),
+            on_exhausted,
+            clock,
         )
         worker = events.worker = Worker(recorder, guard)
         return cls(

@@ -1,4 +1,4 @@
-"""What the agent tells in words: rows of table `events`."""
+"""What the agent tells of: rows of table `events`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.worker import Worker
+from mxprobe.events import Event
 
 
 class EventLog:
@@ -17,21 +18,20 @@ class EventLog:
         """Set before anything is told: the worker needs a guard, which tells of errors here."""
         self._recorder = recorder
         self._clock = clock
-        self._told: set[tuple[str, str]] = set()
+        self._told: list[Event] = []
 
-    def tell(self, kind: str, detail: str) -> None:
+    def tell(self, event: Event) -> None:
         """Tell of what happened in the step under way."""
         step = self._clock.step
         if self.worker is not None:
-            self.worker.put(lambda: self.write(kind, detail, step))
+            self.worker.put(lambda: self.write(event, step))
 
-    def tell_once(self, kind: str, detail: str) -> None:
+    def tell_once(self, event: Event) -> None:
         """Tell of it, unless the same was told before."""
-        if (kind, detail) not in self._told:
-            self._told.add((kind, detail))
-            self.tell(kind, detail)
+        if event not in self._told:
+            self._told.append(event)
+            self.tell(event)
 
-    def write(self, kind: str, detail: str, step: int) -> None:
+    def write(self, event: Event, step: int) -> None:
         """Add the row of an event of that step; part of a job."""
-        row = {"step": self._recorder.step_base + step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}
-        self._recorder.add("events", row)
+        self._recorder.add("events", event.at({"step": step, "time_ns": time.time_ns()}))

@@ -14,6 +14,7 @@ from typing import Any
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.taps.signal_taps import SignalTaps
 from mxprobe.agent.transport import Transport
+from mxprobe.events import Event
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 
 FLUSH_EVERY_S = 0.5
@@ -45,7 +46,7 @@ class Listening:
         self._signals = SignalTaps(self._on_signals, self._on_error, self._on_event)
         try:
             self._signals.ensure_wrapped()
-            self._on_event("attached", "metrics: no torch in this process, its signals alone")
+            self._on_event(Event("attached", self.role, "no_torch"))
             self._transport.control({"verb": "attached", "roots": [], "modules": 0, "role": self.role, "step": 0})
         except BaseException:
             self._signals.unwrap()
@@ -75,7 +76,8 @@ class Listening:
             self._transport.control({"verb": "set", "id": frame.get("id", 0), **refusal})
         else:
             reason = frame.get("reason", "")
-            self._on_event("flight", f"asked: {reason}; nothing is recorded here but signals")
+            words = f"asked: {reason}; nothing is recorded here but signals"
+            self._on_event(Event("flight", "", "asked", text=words))
 
     def ask_detach(self, reason: str) -> None:
         self.abandon(reason)
@@ -85,7 +87,7 @@ class Listening:
             return
         self.state, self.reason = State.GONE, reason
         self._signals.unwrap()
-        self._on_event("detached", reason)
+        self._on_event(Event("detached", "", reason))
         self.gone.set()
 
     def close(self) -> None:
@@ -114,8 +116,8 @@ class Listening:
     def _on_signals(self, rows: list[dict[str, Any]]) -> None:
         self._rows.extend(("signals", row) for row in rows)
 
-    def _on_event(self, kind: str, detail: str) -> None:
-        self._rows.append(("events", {"step": 0, "time_ns": time.time_ns(), "kind": kind, "detail": detail}))
+    def _on_event(self, event: Event) -> None:
+        self._rows.append(("events", event.at({"step": 0, "time_ns": time.time_ns()})))
 
     def _on_error(self, where: str, error: BaseException) -> None:
         if is_of_a_signal_handler(error):
@@ -123,7 +125,7 @@ class Listening:
         self._n_errors += 1
         if where not in self._failed:
             self._failed.add(where)
-            self._on_event("error", f"{where}: {type(error).__name__}: {error}"[:400])
+            self._on_event(Event("error", where, text=f"{where}: {type(error).__name__}: {error}"[:400]))
         if self._n_errors > self._error_budget:
             self.abandon("error_budget")
 

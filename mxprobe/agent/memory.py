@@ -23,10 +23,10 @@ from torch import nn
 
 from mxprobe.agent import allocator
 from mxprobe.agent.allocator import Held
+from mxprobe.events import Event, Tell
 
 HOST_BYTES = 1 << 30
 RESERVED = 1 / 8
-EVENT = "memory"
 _DEPTH = 6
 
 Release = Callable[[], None]
@@ -53,7 +53,7 @@ AnyProbe = TypeVar("AnyProbe", bound=Probe)
 class DeviceMemory:
     """`settle` once the model is known, `choose` before a probed step; `take` and `hold` from any thread."""
 
-    def __init__(self, max_gpu_bytes: int, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, max_gpu_bytes: int, tell: Tell) -> None:
         """`max_gpu_bytes`: 0 for no limit."""
         self.where = torch.device("cpu")
         self.device = "cpu"
@@ -91,7 +91,8 @@ class DeviceMemory:
             if probe.sample_bytes + probe.working_bytes > self._room:
                 probe.why_unread = f"not measured: {self._why}"
         if smaller:
-            self._tell("thinned", f"fewer rows and features of {len(smaller)} modules ({smaller[0]}, ...): {self._why}")
+            words = f"fewer rows and features of {len(smaller)} modules ({smaller[0]}, ...): {self._why}"
+            self._tell(Event("thinned", smaller[0], "fewer_rows", {"n_modules": len(smaller)}, words))
 
     def choose(self, probes: Sequence[AnyProbe], share: float) -> list[AnyProbe]:
         """Whose turn it is: at most that share of them, and no more than fit. The last step's are measured by now."""
@@ -115,9 +116,8 @@ class DeviceMemory:
         self._foreseen = working / scale
         if len(chosen) < len(wanted) and not self._has_told:
             self._has_told = True
-            self._tell(
-                "thinned", f"a probed step measures {len(chosen)} of {len(probes)} modules, in turn: {self._why}"
-            )
+            words = f"a probed step measures {len(chosen)} of {len(probes)} modules, in turn: {self._why}"
+            self._tell(Event("thinned", "", "in_turn", {"n_chosen": len(chosen), "n_modules": len(probes)}, words))
         return chosen
 
     @property

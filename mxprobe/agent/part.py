@@ -13,8 +13,8 @@ from typing import Any, Callable
 import torch
 from torch import nn
 
-Row = dict[str, Any]
-TableRow = tuple[str, Row]
+from mxprobe.schema import TableRow
+
 TRAINER, ROLLOUT, METRICS = "trainer", "rollout", "metrics"
 """Roles of a process: it takes optimizer steps, it serves a model, or it logs and runs no model."""
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Callable
 
 from mxprobe.agent.guard import Guard
-from mxprobe.agent.part import Job, Part, TableRow
+from mxprobe.agent.part import Job, Part
+from mxprobe.schema import TableRow
 
 
 class PartList:

@@ -22,19 +22,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from mxprobe.agent.call_stack import Stack, StackReader
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.forwards import Evidence, Forward, Kind, Line, settle_waiting
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.declaration import declared_models
+from mxprobe.events import Event
 from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
+from mxprobe.measuring.call_stack import Stack, StackReader
 from mxprobe.measuring.compat import caller_frame, in_backward, is_compiled_in_place
+from mxprobe.measuring.forwards import Evidence, Forward, Kind, Line, settle_waiting
 from mxprobe.measuring.tokens.prefixes import Prefixes
 from mxprobe.measuring.tokens.shapes import find_tokens, token_shape
 
@@ -58,7 +59,7 @@ class _Thread(Line):
         """The one that `latest` belongs to."""
 
 
-def _tell_nobody(kind: str, detail: str) -> None:
+def _tell_nobody(event: Event) -> None:
     pass
 
 
@@ -72,7 +73,7 @@ class Phases(Part):
         self,
         clock: Clock,
         guard: Guard,
-        tell: Callable[[str, str], None] = _tell_nobody,
+        tell: Tell = _tell_nobody,
         rollout_in: Iterable[str] = (),
     ) -> None:
         """`rollout_in`: functions, by `name` or `module.name`, that are on the stack while the run generates."""
@@ -141,9 +142,12 @@ class Phases(Part):
         if counts and frozenset(self.facts) not in self._told:
             self._told.add(frozenset(self.facts))
             told = {**self.facts, Kind.UNKNOWN.value: counts[Kind.UNKNOWN, Evidence.NONE]}
-            self._tell(EVENT, ", ".join(f"{name} {n}" for name, n in told.items()))
+            self._tell(
+                Event(EVENT, "forwards", "recognised", told, ", ".join(f"{name} {n}" for name, n in told.items()))
+            )
             for function in sorted(self._not_found):
-                self._tell(EVENT, f"--rollout-in {function}: no forward was called by a function of that name")
+                words = f"--rollout-in {function}: no forward was called by a function of that name"
+                self._tell(Event(EVENT, function, "not_called", {}, words))
         return ()
 
     def call(self, key: Hashable, x: torch.Tensor) -> Forward:

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 
 class Allowance:
-    def __init__(self, memory: DeviceMemory, is_busy: Callable[[], bool], tell: Callable[[str], None]) -> None:
+    def __init__(self, memory: DeviceMemory, is_busy: Callable[[], bool], tell: Callable[[str, str], None]) -> None:
         """`is_busy`: copies are held that are not measured yet."""
         self._memory = memory
         self._is_busy = is_busy
@@ -65,7 +65,7 @@ class Allowance:
     def _say_skipped(self, what: str, needed: int, room: Room) -> None:
         would, left = f"{_WHAT[what]} would hold {megabytes(needed)} (estimated)", megabytes(int(room.at_best))
         self._memory.skipped = f"{would} of {left}: skipped"
-        self._tell(f"no {what}: {would}, and --max-gpu-memory leaves {left} for it; skipped")
+        self._tell(f"no_{what}", f"no {what}: {would}, and --max-gpu-memory leaves {left} for it; skipped")
 
     def begin(self, call: Call) -> allocator.Stats:
         return allocator.stats_of(device_of(call))

@@ -28,6 +28,7 @@ from mxprobe.agent.roots import RootWatch, holds_a_gemm, outermost, trained_root
 from mxprobe.agent.run import State
 from mxprobe.agent.stepping import watch_steps
 from mxprobe.agent.transport import Transport
+from mxprobe.events import Event
 from mxprobe.protocol import AgentConfig
 
 
@@ -210,9 +211,8 @@ class Session:
     def _announce(self) -> None:
         """Once the step count is known, and kernels are compiled."""
         context, run, parts = self._context, self.run, self._parts.status()
-        names = ", ".join(run.root_names)
-        what = f"{names}; {parts['modules']} modules" if names else "no model runs here, its signals alone"
-        context.events.write("attached", f"{run.role}: {what}", 0)
+        facts = {"roots": ", ".join(run.root_names), "n_modules": parts.get("modules", 0)}
+        context.events.write(Event("attached", run.role, "model" if run.root_names else "signals", facts), 0)
         self._tell_rows()
         attached = {"verb": "attached", "roots": run.root_names, "role": run.role, "step": context.recorder.step_base}
         context.transport.control({**attached, **parts})
@@ -223,7 +223,7 @@ class Session:
         self._context.recorder.flush()
 
     def _farewell(self) -> None:
-        self._context.events.write("detached", self.run.why_left, self.run.n_steps)
+        self._context.events.write(Event("detached", "", self.run.why_left), self.run.n_steps)
         self._tell_rows()
 
     # In any thread.

@@ -8,6 +8,7 @@ from typing import Any
 
 from mxprobe.attach.mismatch_watch import MismatchWatch
 from mxprobe.errors import TraceError, UsageError
+from mxprobe.events import RANK_LOST, Event
 from mxprobe.metrics import canonicalize
 from mxprobe.protocol import Frame
 from mxprobe.trace import Retention, TraceWriter
@@ -69,7 +70,7 @@ class RunTrace:
         self._refused: dict[int, dict[str, Any]] = {}
         self._partitions: dict[int, int] = {}
         self._writer: TraceWriter | None = None
-        self._gone: dict[int, tuple[float, int, str]] = {}
+        self._gone: dict[int, tuple[float, int, Event]] = {}
         """Rank that ended without a word -> when (monotonic, s), its last step, and what to write if it was lost."""
         self.lost: list[str] = []
         """The ranks that others have outlived, in words."""
@@ -110,10 +111,10 @@ class RunTrace:
         finally:
             self.done(pid)
 
-    def gone(self, rank: int, step: int, words: str) -> None:
+    def gone(self, rank: int, step: int, event: Event) -> None:
         """Note that a process ended without a word. At the end of a run all do so, within seconds."""
         with self._lock:
-            self._gone[rank] = time.monotonic(), step, words
+            self._gone[rank] = time.monotonic(), step, event
 
     def write_lost(self) -> None:
         """Write events `rank_lost` for those that others have outlived by `OUTLIVED_S`. Any living rank calls this."""
@@ -121,10 +122,10 @@ class RunTrace:
             now = time.monotonic()
             lost = [rank for rank, (at, _, _) in self._gone.items() if now - at > OUTLIVED_S]
             for rank in lost:
-                _, step, words = self._gone.pop(rank)
-                self.lost.append(words)
-                event = {"step": [step], "time_ns": [time.time_ns()], "kind": ["rank_lost"], "detail": [words]}
-                self.open().append("events", event, rank=rank)
+                _, step, event = self._gone.pop(rank)
+                self.lost.append(event.words)
+                row = {"step": step, "time_ns": time.time_ns(), **event.columns()}
+                self.open().append("events", {name: [value] for name, value in row.items()}, rank=rank)
 
     def done(self, pid: int) -> None:
         """Note that nothing more comes from that process."""
@@ -216,7 +217,8 @@ class TraceRecorder:
                 self.update_run(ended={"reason": reason, "time_ns": time.time_ns()})
                 self.trace.write_lost()
                 if reason in ("agent_lost", "target_exited"):
-                    words = f"rank {self.rank}, process {self._pid}, ended while others went on ({reason})"
-                    self.trace.gone(self.rank, -1 if self.last_step is None else self.last_step, words)
+                    data = {"pid": self._pid, "reason": reason}
+                    event = Event(RANK_LOST, f"rank {self.rank}", "ended", data)
+                    self.trace.gone(self.rank, -1 if self.last_step is None else self.last_step, event)
             finally:  # the others of the run wait for it, whatever the disk says
                 self.trace.done(self._pid)

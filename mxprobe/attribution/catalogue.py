@@ -5,7 +5,10 @@ middle 80 % over modules. The functions of `neighbours` and `updates` give them 
 """
 
 import math
+import tomllib
 from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,58 +20,22 @@ from mxprobe.trace.arrow import columns_of
 
 from . import neighbours
 from .recommendation import PaperColumn
-from .updates import update_ratios
+from .update_visibility import update_ratios
 
 NO_REPLAY = "no replay in this trace: attach with --replay-every N"
 OLDER = "this trace was made by an older version"
 PLACE = ("module", "role", "phase")
-_SHARE = "share"
-
-
-DEFINITIONS: dict[str, tuple[str, str, str]] = {
-    # name: (definition, unit, source)
-    "bucket_ratio": ("entropy of the code histogram / log2 15", _SHARE, "effective bucket ratio"),
-    "alignment": (
-        "||E_W X^T||^2 d_in / (||E_W||^2 ||X||^2), of inputs alike; 1: independent",
-        "ratio",
-        "signal-noise view",
-    ),
-    "crest": ("block maximum / rms", "ratio", "HiFloat4 RL, arXiv 2607.26515"),
-    "underflow": ("elements with Q = 0, x != 0", _SHARE, "HiFloat4 RL, arXiv 2607.26515"),
-    "underflow_crest_corr": ("correlation of the two over blocks", "", "HiFloat4 RL, arXiv 2607.26515"),
-    **{
-        f"sparse_{k}": (f"error energy in the {k} % worst elements of each row", _SHARE, "HiFloat4 RL, sparse residual")
-        for k in (1, 5, 10)
-    },
-    **{
-        f"coverage_{k}": (f"error energy in the {k} % worst channels", _SHARE, "QUADS, arXiv 2607.15810")
-        for k in (1, 5, 10)
-    },
-    "transposition": ("||Q_row(W) - Q_col(W)|| / ||W||", "ratio", "transposition-invariant blocks"),
-    "code_flip_frac": ("codes that an update changes", _SHARE, "TetraJet, arXiv 2502.20853"),
-    "return_frac": ("of the changed values, those that go back", _SHARE, "TetraJet, arXiv 2502.20853"),
-    "near_frac": ("elements within .1 grid step of a rounding boundary", _SHARE, "TetraJet, arXiv 2502.20853"),
-    "r_w": ("sum |dQ| / sum |dW| between consecutive versions", "ratio", "TetraJet, arXiv 2502.20853"),
-    "snr_db": ("||y||^2 / ||error||^2 of a Linear's output, all Linears rounding", "dB", "signal-noise view"),
-    "injected": ("part of ||y||^2 that the Linear's own rounding adds", _SHARE, "signal-noise view"),
-    "propagated": ("part of ||y||^2 that the layers before it add", _SHARE, "signal-noise view"),
-    "basin_cosine": ("cos(gradient at Q(w), w - Q(w))", "cosine", "QAT basin, arXiv 2606.09012"),
-    "basin_loss": ("L(Q(w)) - L(w), the loss that the model returns", "loss", "QAT basin, arXiv 2606.09012"),
-    "basin_policy_loss": (
-        "L(Q(w)) - L(w) of the run's loss, first order in the policy",
-        "loss",
-        "QAT basin, arXiv 2606.09012",
-    ),
-    "relative_drift": ("Y / X: mean |p_rollout - p_train|, last over first quarter of the steps", "ratio", "ACRL"),
-}
+DEFINITIONS: dict[str, dict[str, str]] = tomllib.loads(
+    (files("mxprobe.attribution") / "paper_columns.toml").read_text(encoding="utf-8")
+)
+"""Column -> `definition`, `unit`, `source`."""
 
 
 def catalogue(trace: Trace) -> tuple[PaperColumn, ...]:
-    """All columns in the order of `DEFINITIONS`."""
+    """Return all columns in the order of `DEFINITIONS`."""
     found = dict(_found(trace))
     return tuple(
-        _summary(name, *found[name]) if name in found else PaperColumn(name, definition, source, unit, withheld=OLDER)
-        for name, (definition, unit, source) in DEFINITIONS.items()
+        _summary(name, *found[name]) if name in found else _column(name, withheld=OLDER) for name in DEFINITIONS
     )
 
 
@@ -111,7 +78,7 @@ def _of_operands(trace: Trace) -> Iterator[Found]:
 
 
 def _histograms(trace: Trace) -> pd.DataFrame:
-    """Columns of `PLACE` and `code_hist` (float64 [16]), added piece by piece: they are most of a large table."""
+    """Return columns of `PLACE` and `code_hist` (float64 [16]), added by pieces: they are most of a large table."""
     parts = [pd.DataFrame({name: [] for name in (*PLACE, "code_hist")})]
     for piece in trace.chunks("tensors", (*PLACE, "code_hist")):
         rows = piece.filter(piece.column("code_hist").is_valid())
@@ -153,11 +120,15 @@ def _one(place: str, value: float) -> pd.DataFrame:
     return pd.DataFrame({"place": [place] if known else [], "value": [float(value)] if known else []})
 
 
+def _column(name: str, **values: Any) -> PaperColumn:
+    words = DEFINITIONS[name]
+    return PaperColumn(name, words["definition"], words["source"], words["unit"], **values)
+
+
 def _summary(name: str, rows: pd.DataFrame, why: str) -> PaperColumn:
-    definition, unit, source = DEFINITIONS[name]
     if rows.empty:
-        return PaperColumn(name, definition, source, unit, withheld=why)
+        return _column(name, withheld=why)
     value = rows["value"].to_numpy(dtype=float)
     low, median, high = (float(q) for q in np.quantile(value, (0.1, 0.5, 0.9)))
     largest = str(rows["place"].iloc[int(value.argmax())])
-    return PaperColumn(name, definition, source, unit, median, low, high, len(value), largest)
+    return _column(name, median=median, low=low, high=high, n=len(value), largest=largest)

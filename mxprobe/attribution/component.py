@@ -21,12 +21,11 @@ import numpy.typing as npt
 from mxprobe.schema import Component, Role
 
 from .measured import FORWARD_ROLES, Array, OperandSums, divide
+from .ratios import SHARES, output_parts
 from .recommendation import OperandGroup
 from .thresholds import Thresholds
 
 Mask = npt.NDArray[np.bool_]
-
-SHARES = ("zeroed", "saturated", "scale", "deadzone", "grid")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class OperandErrors:
     """Delta2 per unit of relative output error; 1 throughout where no sensitivity was measured."""
 
     def shares(self, mask: Mask) -> dict[str, float]:
-        """Shares of the masked operands' summed error, weighted by importance; NaN when they have none."""
+        """Return the shares of the masked operands' summed error, weighted by importance; NaN when they have none."""
         weight = self.importance[mask]
         total = float(np.nansum(weight * self.error[mask]))
         if total <= 0:
@@ -48,12 +47,15 @@ class OperandErrors:
         return {name: float(np.nansum(weight * self.parts[name][mask])) / total for name in SHARES}
 
     def size(self, mask: Mask) -> float:
-        """Mean over the masked operands of what they are weighted by."""
+        """Return the mean over the masked operands of what they are weighted by."""
         return float(np.nanmean((self.importance * self.error)[mask]))
 
 
 def name_component(shares: Mapping[str, float], thresholds: Thresholds) -> Component:
-    """The rule above on shares called `zeroed`, `saturated`, `scale`, `grid`. NaN shares name nothing."""
+    """Return what the rule above names, from shares called `zeroed`, `saturated`, `scale`, `grid`.
+
+    NaN names nothing.
+    """
     enough = thresholds.component_share
     if shares["zeroed"] >= enough:
         return Component.DEADZONE
@@ -68,22 +70,17 @@ def name_component(shares: Mapping[str, float], thresholds: Thresholds) -> Compo
 def operand_errors(operands: OperandSums, weights: Array) -> OperandErrors:
     """Add over clusters, then divide, per module and role."""
     sums = {name: np.tensordot(weights, values, axes=(0, 0)) for name, values in operands.base.items()}
-    ref2, cross = sums["out_ref2"], sums["out_dz_grid"]
-    ideal2 = sums["out_dz2"] + sums["out_grid2"] + 2.0 * cross
-    parts = {
-        "zeroed": sums["out_zeroed2"],
-        "saturated": sums["out_saturated2"],
-        "scale": sums["out_e2"] - ideal2,
-        "deadzone": sums["out_dz2"] + cross,
-        "grid": sums["out_grid2"] + cross,
-    }
+    ref2 = sums["out_ref2"]
     error = divide(sums["out_e2"], ref2)
-    relative = {name: divide(part, ref2) for name, part in parts.items()}
+    relative = {name: divide(part, ref2) for name, part in output_parts(sums).items()}
     return OperandErrors(error, relative, _importance(operands.delta2, error))
 
 
 def _importance(delta2: Array | None, error: Array) -> Array:
-    """[M, R]. An operand without a sensitivity of its own (a fused head) counts like the median one."""
+    """Return importances [M, R].
+
+    An operand without a sensitivity of its own (a fused head) counts like the median one.
+    """
     if delta2 is None:
         return np.ones_like(error)
     ratio = divide(delta2, error)
@@ -96,7 +93,7 @@ def _importance(delta2: Array | None, error: Array) -> Array:
 def groups(
     errors: OperandErrors, modules: tuple[str, ...], mask: Mask, thresholds: Thresholds
 ) -> list[tuple[OperandGroup, Mask]]:
-    """Masked operands grouped by role and kind of module (the last part of its name), in the model's order."""
+    """Return the masked operands by role and kind of module (the last part of its name), in the model's order."""
     kinds = np.array([kind_of(name) for name in modules])
     found: list[tuple[OperandGroup, Mask]] = []
     for column, role in enumerate(FORWARD_ROLES):
@@ -109,7 +106,7 @@ def groups(
 
 
 def kind_of(module: str) -> str:
-    """`model.layers.3.mlp.up_proj` -> `up_proj`; `net.2` stays whole, for an index alone says nothing."""
+    """Return `up_proj` for `model.layers.3.mlp.up_proj`; `net.2` stays whole, for an index alone says nothing."""
     parts = module.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
 
@@ -117,7 +114,7 @@ def kind_of(module: str) -> str:
 def where(
     found: list[tuple[OperandGroup, Mask]], errors: OperandErrors, component: Component, thresholds: Thresholds
 ) -> list[tuple[OperandGroup, Mask]]:
-    """Groups to name: of the named component, with at least a fifth of the largest such group's weighted error.
+    """Return the groups to name: of the named component, with a fifth of the largest such group's error or more.
 
     A mixed whole names all groups of that size, each with its own component; so does a whole whose component no
     group has on its own.

@@ -22,7 +22,7 @@ class Cost:
 
 
 def cost_of(correction: str, device: str = DEFAULT_DEVICE) -> Cost:
-    """Cost of a correction by its spelling, e.g. `of:0.5`, on a device of `DEVICES`. ValueError when it is none."""
+    """Return the cost of a correction, such as `of:0.5`, on a device of `DEVICES`. ValueError when it is none."""
     on = DEVICES[device]
     parsed = Correction.parse(correction)
     kind, parameter = parsed.kind, parsed.parameter
@@ -58,5 +58,5 @@ def cost_of(correction: str, device: str = DEFAULT_DEVICE) -> Cost:
 
 
 def tier_of(correction: str) -> int:
-    """1 for corrections that keep MXFP4 elements and power-of-two block scales, 2 for those that leave them."""
+    """Return 1 for corrections that keep MXFP4 elements and power-of-two block scales, 2 for those that leave them."""
     return 1 if Correction.parse(correction).keeps_format else 2

@@ -9,7 +9,7 @@ _NOT_LINEAR = "not_linear"
 
 
 def coverage_of(modules: pd.DataFrame) -> Coverage:
-    """Share of forward weight-GEMM FLOPs in probed modules, from `Trace.modules()`.
+    """Return the share of forward weight-GEMM FLOPs in probed modules, from `Trace.modules()`.
 
     Modules without a GEMM (embeddings, norms) count in neither part. Ranks are added.
     """

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mxprobe.schema import Component, Phase, Verdict
 
 from .component import groups, name_component, operand_errors, where
-from .corrections import KEEP, Situation, choose, score_corrections
+from .correction_scores import KEEP, Situation, choose, score_corrections
 from .measured import FORWARD_ROLES, Array, Measured
 from .recommendation import CorrectionScore, OperandGroup
 from .symptom import (
@@ -50,23 +50,29 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Decision:
-    verdict: Verdict
-    reason: Reason
-    mismatch: Mismatch
-    rules: RuleMismatch
-    fits: tuple[Fit, ...]
+class WhatIfs:
+    """Component, place and corrections: steps 5 and 6, also computed where nothing is wrong."""
+
     component: Component
     shares: dict[str, float]
     where: tuple[OperandGroup, ...]
     named: Mask
     """[M, R] operands in `where`."""
     scores: tuple[CorrectionScore, ...]
-    chosen: tuple[str, ...]
     situation: Situation | None
 
+
+@dataclass(frozen=True)
+class Decision(WhatIfs):
+    verdict: Verdict
+    reason: Reason
+    mismatch: Mismatch
+    rules: RuleMismatch
+    fits: tuple[Fit, ...]
+    chosen: tuple[str, ...]
+
     def signature(self) -> tuple[Verdict, Component | None, frozenset[str]]:
-        """What two resamples must share to agree."""
+        """Return what two resamples must share to agree."""
         acts = self.verdict in (Verdict.ENABLE, Verdict.UNDECIDED, Verdict.KEEP_HIGH_PRECISION)
         return self.verdict, self.component if acts else None, frozenset(self.chosen)
 
@@ -76,167 +82,150 @@ def decide(measured: Measured, weights: Array, thresholds: Thresholds, *, with_w
 
     Without what-ifs, component and corrections are left out where the verdict does not need them.
     """
-    observed = mismatch(measured, weights)
-    quantized = quantized_modules(measured, weights, thresholds)
-    fits = tuple(fit(measured, weights, thresholds))
-    verdict, reason = _gates(measured, weights, observed, quantized, fits, thresholds)
-    if verdict is not None and not with_whatifs:
-        parts = _Parts.none(measured)
-    else:
-        parts = _Parts.of(measured, weights, thresholds, observed, quantized, fits, reason)
+    seen = _Seen(
+        measured,
+        weights,
+        thresholds,
+        mismatch(measured, weights),
+        rule_mismatch(measured),
+        quantized_modules(measured, weights, thresholds),
+        tuple(fit(measured, weights, thresholds)),
+    )
+    verdict, reason = seen.gates()
+    whatifs = seen.whatifs(reason) if verdict is None or with_whatifs else seen.nothing()
     chosen: tuple[str, ...] = ()
     if verdict is None:
-        verdict, reason, chosen = _choice(parts)
+        verdict, reason, chosen = _choice(whatifs.scores)
     return Decision(
+        **vars(whatifs),
         verdict=verdict,
         reason=reason,
-        mismatch=observed,
-        rules=rule_mismatch(measured),
-        fits=fits,
-        component=parts.component,
-        shares=parts.shares,
-        where=parts.where,
-        named=parts.named,
-        scores=parts.scores,
+        mismatch=seen.mismatch,
+        rules=seen.rules,
+        fits=seen.fits,
         chosen=chosen,
-        situation=parts.situation,
     )
 
 
-def _gates(
-    measured: Measured,
-    weights: Array,
-    observed: Mismatch,
-    quantized: dict[Phase, Mask],
-    fits: tuple[Fit, ...],
-    thresholds: Thresholds,
-) -> tuple[Verdict | None, Reason]:
-    """Steps 1 to 4; no verdict yet when there is a symptom that rounding explains."""
-    realised = [sums.realised(weights) for sums in measured.outputs.values()]
-    if not any(np.isfinite(error).any() for error in realised):
-        return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_ROWS
-    if not any(mask.any() for mask in quantized.values()):
-        if measured.lacks_generation:
-            return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_GENERATION
-        return Verdict.NOTHING_QUANTIZED, Reason.HIGH_PRECISION
-    if measured.n_steps < thresholds.min_steps:
-        return Verdict.NOT_ENOUGH_EVIDENCE, Reason.FEW_STEPS
-    if observed.n_modules == 0:
-        return Verdict.NOT_ENOUGH_EVIDENCE, Reason.ONE_PHASE
-    log_probs = measured.sides.seen(weights)
-    if not measured.sides.behind and rule_mismatch(measured).share >= thresholds.far_share:
-        return Verdict.NOT_EXPLAINED, Reason.RULES
-    if not (log_probs.is_symptom(weights, thresholds) if log_probs else observed.is_symptom(thresholds)):
-        return Verdict.NONE_NEEDED, Reason.NO_SYMPTOM
-    if measured.sides.behind:
-        return Verdict.NOT_EXPLAINED, Reason.BEHIND
-    if observed.n_same_recipe == observed.n_modules or not _in_the_layers(observed, thresholds):
-        return Verdict.NOT_EXPLAINED, Reason.ELSEWHERE
-    far = far_modules(fits, len(measured.modules))
-    if any(each.far_share >= thresholds.far_share for each in fits):
-        return Verdict.NOT_EXPLAINED, Reason.FAR
-    if share_of_far(observed, far) > thresholds.unexplained:
-        return Verdict.NOT_EXPLAINED, Reason.FAR
-    replayed = measured.explained
-    if replayed is not None and 1.0 - replayed.high > thresholds.unexplained:  # NaN where withheld: no gate
-        return Verdict.NOT_EXPLAINED, Reason.REPLAYED
-    return None, Reason.CHOSEN
-
-
-def _in_the_layers(observed: Mismatch, thresholds: Thresholds) -> bool:
-    """Whether layers disagree enough to set the policies apart: fewer than half, or one by much, in a local fault."""
-    return (
-        observed.is_symptom(thresholds)
-        or observed.share_above(observed.gate(thresholds)) >= thresholds.mismatch_share
-        or observed.share_above(max(thresholds.mismatch_one, observed.gate(thresholds))) > 0
-    )
-
-
-def _choice(parts: "_Parts") -> tuple[Verdict, Reason, tuple[str, ...]]:
-    if not parts.scores:
+def _choice(scores: tuple[CorrectionScore, ...]) -> tuple[Verdict, Reason, tuple[str, ...]]:
+    if not scores:
         return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_OPERANDS, ()
-    chosen = choose(parts.scores)
+    chosen = choose(scores)
     if chosen == (KEEP,):
         return Verdict.KEEP_HIGH_PRECISION, Reason.CHOSEN, chosen
     return Verdict.ENABLE if len(chosen) == 1 else Verdict.UNDECIDED, Reason.CHOSEN, chosen
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Steps 5 and 6 before the choice: also computed where nothing is wrong, as what-ifs.
+class _Seen:
+    """What clusters of one weighting show: what every step of the verdict looks at."""
 
-    Not where rounding does not explain what the layers do: its components and corrections would be beside the point.
-    """
+    measured: Measured
+    weights: Array
+    thresholds: Thresholds
+    mismatch: Mismatch
+    rules: RuleMismatch
+    quantized: dict[Phase, Mask]
+    fits: tuple[Fit, ...]
 
-    component: Component
-    shares: dict[str, float]
-    where: tuple[OperandGroup, ...]
-    named: Mask
-    scores: tuple[CorrectionScore, ...]
-    situation: Situation | None
+    def gates(self) -> tuple[Verdict | None, Reason]:
+        """Apply steps 1 to 4; there is no verdict yet where there is a symptom that rounding explains."""
+        measured, observed, thresholds = self.measured, self.mismatch, self.thresholds
+        realised = [sums.realised(self.weights) for sums in measured.outputs.values()]
+        if not any(np.isfinite(error).any() for error in realised):
+            return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_ROWS
+        if not any(mask.any() for mask in self.quantized.values()):
+            if measured.lacks_generation:
+                return Verdict.NOT_ENOUGH_EVIDENCE, Reason.NO_GENERATION
+            return Verdict.NOTHING_QUANTIZED, Reason.HIGH_PRECISION
+        if measured.n_steps < thresholds.min_steps:
+            return Verdict.NOT_ENOUGH_EVIDENCE, Reason.FEW_STEPS
+        if observed.n_modules == 0:
+            return Verdict.NOT_ENOUGH_EVIDENCE, Reason.ONE_PHASE
+        if not measured.sides.behind and self.rules.share >= thresholds.far_share:
+            return Verdict.NOT_EXPLAINED, Reason.RULES
+        log_probs = measured.sides.seen(self.weights)
+        if not (log_probs.is_symptom(self.weights, thresholds) if log_probs else observed.is_symptom(thresholds)):
+            return Verdict.NONE_NEEDED, Reason.NO_SYMPTOM
+        if measured.sides.behind:
+            return Verdict.NOT_EXPLAINED, Reason.BEHIND
+        if observed.n_same_recipe == observed.n_modules or not self._is_in_the_layers():
+            return Verdict.NOT_EXPLAINED, Reason.ELSEWHERE
+        if any(each.far_share >= thresholds.far_share for each in self.fits):
+            return Verdict.NOT_EXPLAINED, Reason.FAR
+        if share_of_far(observed, self._far) > thresholds.unexplained:
+            return Verdict.NOT_EXPLAINED, Reason.FAR
+        replayed = measured.explained
+        if replayed is not None and 1.0 - replayed.high > thresholds.unexplained:  # NaN where withheld: no gate
+            return Verdict.NOT_EXPLAINED, Reason.REPLAYED
+        return None, Reason.CHOSEN
 
-    @classmethod
-    def none(cls, measured: Measured) -> "_Parts":
-        nothing = np.zeros((len(measured.modules), len(FORWARD_ROLES)), dtype=np.bool_)
-        return cls(Component.NONE, {}, (), nothing, (), None)
+    @property
+    def _far(self) -> Mask:
+        return far_modules(self.fits, len(self.measured.modules))
 
-    @classmethod
-    def of(
-        cls,
-        measured: Measured,
-        weights: Array,
-        thresholds: Thresholds,
-        observed: Mismatch,
-        quantized: dict[Phase, Mask],
-        fits: tuple[Fit, ...],
-        reason: Reason,
-    ) -> "_Parts":
-        operands = measured.operands
+    def _is_in_the_layers(self) -> bool:
+        """Whether layers disagree enough to set the policies apart: fewer than half, or one by much, locally."""
+        observed, thresholds = self.mismatch, self.thresholds
+        gate = observed.gate(thresholds)
+        return (
+            observed.is_symptom(thresholds)
+            or observed.share_above(gate) >= thresholds.mismatch_share
+            or observed.share_above(max(thresholds.mismatch_one, gate)) > 0
+        )
+
+    def nothing(self) -> WhatIfs:
+        """Return what-ifs that name nothing."""
+        named = np.zeros((len(self.measured.modules), len(FORWARD_ROLES)), dtype=np.bool_)
+        return WhatIfs(Component.NONE, {}, (), named, (), None)
+
+    def whatifs(self, reason: Reason) -> WhatIfs:
+        """Return component, place and scores; nothing where rounding does not explain what the layers do.
+
+        Its components and corrections would be beside the point there.
+        """
+        operands, observed, thresholds = self.measured.operands, self.mismatch, self.thresholds
         if operands is None or reason in (Reason.FAR, Reason.BEHIND, Reason.RULES, Reason.ELSEWHERE):
-            return cls.none(measured)
-        shape = (len(measured.modules), len(FORWARD_ROLES))
-        counted = _counted_operands(measured, quantized)
+            return self.nothing()
+        counted = self._counted_operands()
         if reason is Reason.CHOSEN:
-            counted = _that_differ(counted, observed, far_modules(fits, len(measured.modules)))
-        errors = operand_errors(operands, weights)
+            counted = self._that_differ(counted)
+        errors = operand_errors(operands, self.weights)
         shares = errors.shares(counted)
         component = name_component(shares, thresholds)
-        named_groups = where(groups(errors, measured.modules, counted, thresholds), errors, component, thresholds)
-        named = np.zeros(shape, dtype=np.bool_)
-        for _, members in named_groups:
-            named |= members
+        found = where(groups(errors, self.measured.modules, counted, thresholds), errors, component, thresholds)
+        named = np.logical_or.reduce([members for _, members in found], initial=False) | np.zeros_like(counted)
+        gate = observed.gate(thresholds)
         situation = Situation(
             operands=operands,
-            mismatch=observed.per_module if reason is Reason.CHOSEN else np.full(shape[0], np.nan),
-            gate=observed.gate(thresholds),
-            share=None if observed.median > observed.gate(thresholds) else _share_to_get_under(observed, thresholds),
+            mismatch=observed.per_module if reason is Reason.CHOSEN else np.full(len(counted), np.nan),
+            gate=gate,
+            share=None if observed.median > gate else _share_to_get_under(observed, thresholds),
             counted=counted,
         )
-        scores = score_corrections(situation, weights, named, component, thresholds)
-        return cls(component, shares, tuple(group for group, _ in named_groups), named, tuple(scores), situation)
+        scores = score_corrections(situation, self.weights, named, component, thresholds)
+        return WhatIfs(component, shares, tuple(group for group, _ in found), named, tuple(scores), situation)
+
+    def _that_differ(self, counted: Mask) -> Mask:
+        """Leave out modules that provably compute the same function on both sides, which set nothing apart, and those
+        that are far from what rounding does: no correction of it mends them."""
+        differ = counted & ((self.mismatch.per_module != 0.0) & ~self._far)[:, None]
+        return differ if differ.any() else counted
+
+    def _counted_operands(self) -> Mask:
+        """Return the operands [M, R] that the run quantizes, by the inferred recipes; all if it quantizes nothing."""
+        counted = np.zeros((len(self.measured.modules), len(FORWARD_ROLES)), dtype=np.bool_)
+        if not any(mask.any() for mask in self.quantized.values()):
+            return ~counted
+        for phase, mask in self.quantized.items():
+            recipes = self.measured.outputs[phase].recipes
+            for m in np.flatnonzero(mask):
+                unknown = recipes[m] == ("none", "none")  # something is off, but no known recipe says which side
+                counted[m] |= [unknown or side != "none" for side in recipes[m]]
+        return counted
 
 
 def _share_to_get_under(observed: Mismatch, thresholds: Thresholds) -> float:
-    """Part of the Linears that may stay over the gate: less than `mismatch_share`, or none where fewer are over."""
+    """Return the part of the Linears that may stay over the gate: none where fewer than `mismatch_share` are."""
     over = observed.share_above(observed.gate(thresholds))
     return thresholds.mismatch_share if over >= thresholds.mismatch_share else np.nextafter(0.0, 1.0)
-
-
-def _that_differ(counted: Mask, observed: Mismatch, far: Mask) -> Mask:
-    """Without modules that provably compute the same function on both sides, which set nothing apart, and without those
-    that are far from what rounding does: no correction of it mends them."""
-    differ = counted & ((observed.per_module != 0.0) & ~far)[:, None]
-    return differ if differ.any() else counted
-
-
-def _counted_operands(measured: Measured, quantized: dict[Phase, Mask]) -> Mask:
-    """[M, R] operands that the run quantizes, by the inferred recipes; all of them where it quantizes nothing."""
-    counted = np.zeros((len(measured.modules), len(FORWARD_ROLES)), dtype=np.bool_)
-    if not any(mask.any() for mask in quantized.values()):
-        return ~counted
-    for phase, mask in quantized.items():
-        recipes = measured.outputs[phase].recipes
-        for m in np.flatnonzero(mask):
-            unknown = recipes[m] == ("none", "none")  # something is off, but no known recipe says which side
-            counted[m] |= [unknown or side != "none" for side in recipes[m]]
-    return counted

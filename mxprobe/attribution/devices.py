@@ -33,5 +33,5 @@ DEFAULT_DEVICE = "b200"
 
 
 def extra_passes(rate: float) -> float:
-    """Time that a GEMM takes at `rate`, of FP4's, beyond what it takes in FP4, in FP4 passes."""
+    """Return the time that a GEMM takes at `rate`, of FP4's, beyond what it takes in FP4, in FP4 passes."""
     return 1.0 / rate - 1.0

@@ -14,16 +14,16 @@ from mxprobe.trace import Trace
 
 from . import ratios
 from .decision import Decision, Reason
-from .held import MAX_NAMED, WRONG, held_versions, held_words
-from .layers import FACTOR, first_divergence
+from .held_versions import MAX_NAMED, WRONG, held_versions, held_words
+from .layer_divergence import FACTOR, first_divergence
 from .measured import Measured
-from .noise import weight_changes
 from .recommendation import Certainty, Coverage, Evidence
-from .rollouts import behind_words
 from .symptom import far_modules, share_of_far
 from .temperature import effective_temperature
 from .thresholds import Thresholds
+from .token_mismatch import behind_words
 from .trends import ALPHA, find_step, mann_kendall
+from .weight_changes import weight_changes
 from .words import COMPONENT_WORDS, listed, place
 
 _TRENDS = {

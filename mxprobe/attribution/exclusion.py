@@ -18,7 +18,8 @@ from mxprobe.schema import Role
 from mxprobe_kernels.recipe_grammar import CorrectionKind
 
 from .patterns import exact_patterns
-from .sensitivity import OPERAND, operand_sensitivity
+from .ratios import left_by_corrections
+from .sensitivity_ranks import OPERAND, operand_sensitivity
 
 BF16, MXFP8 = CorrectionKind.KEEP_HIGH_PRECISION.value, CorrectionKind.MXFP8.value
 EXACT, DELTA2, OUTPUT_ERROR = "exact", "delta2", "output_error"
@@ -73,7 +74,7 @@ def exclusion_curve(
     whatif: pd.DataFrame | None = None,
     framework: str = "torch",
 ) -> ExclusionCurve | None:
-    """The curve of a trace's frames; None where they do not say enough.
+    """Return the curve of a trace's frames; None where they do not say enough.
 
     sensitivity, modules, tensors, whatif: the trace's tables of these names; the last two for `mxfp8` in traces that
     hold no Delta2 of it. Modules of which nothing is known in MXFP8 are left out. Patterns are tested against all
@@ -115,7 +116,10 @@ def exclusion_curve(
 
 
 def knee_of(x: Sequence[float], y: Sequence[float]) -> int:
-    """Index of the point farthest below the line from first to last, both axes scaled to [0, 1]; 0 if none is below."""
+    """Return the index of the point farthest below the line from first to last, both axes scaled to [0, 1].
+
+    0 if none is below.
+    """
     xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     width, height = xs[-1] - xs[0], ys[0] - ys[-1]
     if width <= 0 or height <= 0:
@@ -124,14 +128,8 @@ def knee_of(x: Sequence[float], y: Sequence[float]) -> int:
     return int(below.argmax()) if below.max() > 1e-9 else 0
 
 
-def exclusion_frame(curve: ExclusionCurve) -> pd.DataFrame:
-    """Columns `k`, `module`, `flops_frac`, `predicted_kl`, `is_knee`: what a chart draws, in order."""
-    rows = [vars(point) | {"is_knee": point.k == curve.knee} for point in curve.points]
-    return pd.DataFrame(rows, columns=["k", "module", "flops_frac", "predicted_kl", "is_knee"])
-
-
 def _left_by_delta2(operands: pd.DataFrame, sensitivity: pd.DataFrame) -> pd.Series:
-    """Per operand Delta2 of MXFP8's error over that of its error now; NaN where it was not measured."""
+    """Return per operand Delta2 of MXFP8's error over that of its error now; NaN where it was not measured."""
     wider = operand_sensitivity(sensitivity, component=MXFP8).set_index(list(OPERAND))["delta2"]
     own = pd.MultiIndex.from_frame(operands[list(OPERAND)].astype(str))
     wider.index = pd.MultiIndex.from_frame(wider.index.to_frame(index=False).astype(str))
@@ -140,18 +138,15 @@ def _left_by_delta2(operands: pd.DataFrame, sensitivity: pd.DataFrame) -> pd.Ser
 
 
 def _left_by_output(operands: pd.DataFrame, tensors: pd.DataFrame | None, whatif: pd.DataFrame | None) -> pd.Series:
-    """Per operand the part of its output error that MXFP8 leaves; NaN where it was not measured."""
+    """Return per operand the part of its output error that MXFP8 leaves; NaN where it was not measured."""
     nothing = pd.Series(np.nan, index=operands.index)
     if tensors is None or whatif is None:
         return nothing
-    key = ["module", "role"]
-    before = tensors.groupby(key, observed=True)["out_e2"].sum()
-    after = whatif[whatif["correction"] == MXFP8].groupby(key, observed=True)["out_e2"].sum()
-    left = (after / before.where(before > 0)).clip(0.0, 1.0)
-    names = left.index.to_frame(index=False).astype(str)
-    known = dict(zip(zip(names["module"], names["role"], strict=True), left.tolist(), strict=True))
-    keys = zip(operands["module"].astype(str), operands["role"].astype(str), strict=True)
-    return pd.Series([known.get(each, np.nan) for each in keys], index=operands.index)
+    left = left_by_corrections(tensors, whatif)
+    if MXFP8 not in left:
+        return nothing
+    own = pd.MultiIndex.from_frame(operands[list(OPERAND)].astype(str))
+    return pd.Series(left[MXFP8].clip(0.0, 1.0).reindex(own).to_numpy(), index=operands.index)
 
 
 def _flops(modules: pd.DataFrame) -> Mapping[str, float]:

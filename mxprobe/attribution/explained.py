@@ -15,8 +15,8 @@ import pandas as pd
 
 from mxprobe.schema import Phase
 
-from .replays import PLAIN, ratio_of
-from .rollouts import all_tokens
+from .replay_effects import PLAIN, ratio_of
+from .token_mismatch import all_tokens
 
 MOST = 0.5
 """Part of the Linears reproduced exactly that must round as the arm does."""
@@ -53,13 +53,13 @@ def explained_mismatch(rollouts: pd.DataFrame, replays: pd.DataFrame, outputs: p
 
 
 def _mean(rows: pd.DataFrame, name: str) -> pd.Series:
-    """Per token, by step."""
+    """Return the mean per token, by step."""
     sums = rows.groupby("step")[[name, "n_tokens"]].sum(min_count=1).astype(float)
     return sums[name] / sums["n_tokens"].where(sums["n_tokens"] > 0)
 
 
 def _why_not(outputs: pd.DataFrame, recipe: str) -> str:
-    """Linears whose outputs no recipe reproduces do not speak against the arm: what they do is the question."""
+    """Return why the share is withheld. Linears whose outputs no recipe reproduces do not speak against the arm."""
 
     def share_of(phase: Phase, wanted: str) -> float:
         seen = outputs[(outputs["phase"].astype(str) == phase.value).to_numpy()]

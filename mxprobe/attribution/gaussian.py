@@ -41,7 +41,7 @@ class GaussianReference:
 
 
 def gaussian_reference(log2_rms: float, rule: Rule | str = Rule.RCEIL) -> GaussianReference:
-    """The reference at a tensor's own log2 rms (of its non-excluded elements), blocks of 32.
+    """Return the reference at a tensor's own log2 rms (of its non-excluded elements), blocks of 32.
 
     Within 5e-4 relative: the integration grid, and linear interpolation between 32 phases of the octave.
     Not finite input (an all-zero tensor) gives a reference of NaN.
@@ -68,7 +68,7 @@ def gaussian_reference(log2_rms: float, rule: Rule | str = Rule.RCEIL) -> Gaussi
 
 @cache
 def _table(rule: Rule) -> Array:
-    """[32 phases, 7]: per element E x^2, E e^2, E (Q* - x)^2, its part on D, P(Q = 0), P(Q* = 0), P(|x| > 6 s)."""
+    """Return, by phase [32, 7]: E x^2, E e^2, E (Q* - x)^2, its part on D, P(Q = 0), P(Q* = 0), P(|x| > 6 s)."""
     return np.stack([_moments(2.0 ** (phase / _PHASES), rule) for phase in range(_PHASES)])
 
 
@@ -97,7 +97,7 @@ def _moments(sigma: float, rule: Rule) -> Array:
 
 
 def _amax_points(sigma: float) -> tuple[Array, Array]:
-    """Midpoints and widths that cover (0.5, 7) sigma, where the amax of 32 Gaussians lies but for 1e-9.
+    """Return the midpoints and widths that cover (0.5, 7) sigma, where the amax of 32 Gaussians lies but for 1e-9.
 
     Pieces end where a rule's scale jumps, or the midpoint rule would lose two digits.
     """
@@ -136,14 +136,14 @@ def _round(u: Array) -> Array:
 
 
 def _cut_energy(m: Array, sigma: float) -> Array:
-    """E x^2 of a Gaussian cut at |x| < m."""
+    """Return E x^2 of a Gaussian cut at |x| < m."""
     t = m / sigma
     mass = _erf(t / math.sqrt(2.0))
     return sigma**2 * (1.0 - t * math.sqrt(2.0 / math.pi) * np.exp(-0.5 * t**2) / mass)
 
 
 def _cut_error(m: Array, s: Array, sigma: float) -> tuple[Array, Array]:
-    """E (Q(x) - x)^2 of a Gaussian cut at |x| < m on the grid of scale s; and its part where Q = 0."""
+    """Return E (Q(x) - x)^2 of a Gaussian cut at |x| < m on the grid of scale s; and its part where Q = 0."""
     edges = np.concatenate([np.zeros((1, m.size)), _EDGES[:, None] * s, np.full((1, m.size), np.inf)])
     edges = np.minimum(edges, m)
     t = edges / sigma

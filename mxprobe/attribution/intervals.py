@@ -1,10 +1,10 @@
-"""Gain of a correction over clusters: a ratio of sums and its t interval.
+"""A ratio of sums over clusters, and its t interval.
 
-    gain = 1 - sum_t w_t N_t / sum_t w_t D_t        N: error with the correction, D: without
-    z_t  = N_t - (1 - gain) D_t                     linearised ratio (delta method)
-    se^2 = sum_t w_t z_t^2 / (n (n - 1)) / mean(D)^2,   n = sum_t w_t
+    ratio = sum_t w_t N_t / sum_t w_t D_t           gain of a correction: 1 - ratio, N: error with it, D: without
+    z_t   = N_t - ratio D_t                         linearised ratio (delta method)
+    se^2  = sum_t w_t z_t^2 / (n (n - 1)) / mean(D)^2,   n = sum_t w_t
 
-Pairing within a step removes what both have in common, so the interval is about the correction, not the step.
+Pairing within a step removes what both have in common, so the interval is about the ratio, not the step.
 """
 
 import math
@@ -33,27 +33,34 @@ class Gain:
 
 
 def gain_of(after: Array, before: Array, weights: Array, *, confidence: float = 0.95) -> Gain:
-    """Gain from per-cluster errors `after` and `before` [T] with resampling weights [T].
+    """Return the gain from per-cluster errors `after` and `before` [T] with resampling weights [T].
 
     Clusters with no error before count nothing. With fewer than two clusters the interval is the whole line.
     """
     used = (before > 0) & (weights > 0)
-    w, after, before = weights[used], after[used], before[used]
-    n = float(w.sum())
-    total = float(w @ before)
+    left, half, n = ratio_and_half(after[used], before[used], weights[used], confidence)
+    low, high = (-math.inf, math.inf) if math.isnan(left) else (1.0 - left - half, 1.0 - left + half)
+    return Gain(1.0 - left, low, high, n)
+
+
+def ratio_and_half(above: Array, below: Array, weights: Array, confidence: float) -> tuple[float, float, int]:
+    """Return (ratio, half its interval, n) of values [T] with resampling weights [T].
+
+    The ratio is NaN where the sum below is not positive, the interval infinite with fewer than two clusters.
+    """
+    n, total = float(weights.sum()), float(weights @ below)
     if total <= 0:
-        return Gain(math.nan, -math.inf, math.inf, 0)
-    left = float(w @ after) / total
+        return math.nan, math.nan, len(below)
+    ratio = float(weights @ above) / total
     if n < 2:
-        return Gain(1.0 - left, -math.inf, math.inf, int(n))
-    z = after - left * before
-    standard_error = math.sqrt(float(w @ z**2) / (n * (n - 1.0))) / (total / n)
-    half = t_quantile(0.5 + confidence / 2.0, n - 1.0) * standard_error
-    return Gain(1.0 - left, 1.0 - left - half, 1.0 - left + half, int(n))
+        return ratio, math.inf, int(n)
+    z = above - ratio * below
+    standard_error = math.sqrt(float(weights @ z**2) / (n * (n - 1.0))) / (total / n)
+    return ratio, t_quantile(0.5 + confidence / 2.0, n - 1.0) * standard_error, int(n)
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """Quantile of Student's t for 1 or more degrees of freedom; Cornish-Fisher, within 0.2 % from 4 upwards.
+    """Return the quantile of Student's t for 1 or more degrees of freedom; Cornish-Fisher, within 0.2 % from 4 upwards.
 
     For 1, 2 and 3 degrees the expansion is poor; there the closed forms, or bisection of one, are used.
     """

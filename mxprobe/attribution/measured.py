@@ -19,8 +19,8 @@ from mxprobe.trace.aggregation import BIN, Aggregation
 from mxprobe_kernels.recipe_grammar import Operand
 
 from .explained import ExplainedMismatch, explained_mismatch
-from .rollouts import Sides, both_sides
-from .sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from .sensitivity_ranks import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from .token_mismatch import Sides, both_sides
 from .windows import last_steps
 
 Array = npt.NDArray[np.float64]
@@ -65,15 +65,18 @@ class OutputSums:
     """Probed steps with rows in this phase, those that were added up since included."""
 
     def realised(self, weights: Array) -> Array:
-        """[M] realised output error relative to the exact product; NaN where not measured."""
+        """Return [M] realised output error relative to the exact product; NaN where not measured."""
         return divide(weights @ self.realised2, weights @ self.ref2)
 
     def predicted(self, weights: Array) -> Array:
-        """[M] output error that the inferred recipe predicts."""
+        """Return [M] output error that the inferred recipe predicts."""
         return divide(weights @ self.predicted2, weights @ self.ref2)
 
     def unexplained(self, weights: Array | None = None) -> Array:
-        """[M] part of the realised error that the recipe's own rounding leaves unexplained; NaN without an error."""
+        """Return [M] part of the realised error that the recipe's own rounding leaves unexplained.
+
+        NaN without an error.
+        """
         weights = np.ones(len(self.residual2)) if weights is None else weights
         return divide(weights @ self.residual2, weights @ self.realised2)
 
@@ -115,7 +118,7 @@ class OperandSums:
     _cuts: dict[bytes, Cut] = field(default_factory=dict[bytes, Cut], repr=False, compare=False)
 
     def cut(self, mask: npt.NDArray[np.bool_]) -> Cut:
-        """Sums of the operands in `mask` [M, R]. The last one is kept: resamples mostly choose alike."""
+        """Return the sums of the operands in `mask` [M, R]. The last one is kept: resamples mostly choose alike."""
         key = mask.tobytes()
         if key not in self._cuts:
             after = {name: np.ascontiguousarray(values[..., mask]) for name, values in self.whatif.items()}
@@ -146,7 +149,7 @@ class Measured:
 
     @property
     def n_steps(self) -> int:
-        """Probed steps behind the comparison of training and rollout: those of the phase with fewer."""
+        """Return the probed steps behind the comparison of training and rollout: those of the phase with fewer."""
         return min((sums.n_steps for sums in self.outputs.values()), default=self.steps.size)
 
 
@@ -181,7 +184,7 @@ def _is_of_trainer(trace: Trace) -> bool:
 
 
 def divide(numerator: Array, denominator: Array) -> Array:
-    """Elementwise quotient; NaN where the denominator is not positive."""
+    """Return the elementwise quotient; NaN where the denominator is not positive."""
     return np.divide(numerator, denominator, out=np.full_like(numerator, np.nan), where=denominator > 0)
 
 
@@ -193,11 +196,11 @@ class _Axes:
 
     @property
     def bins(self) -> dict[int, int]:
-        """Step -> cluster."""
+        """Return step -> cluster."""
         return dict(zip(self.steps.tolist(), self._cluster(self.steps).tolist(), strict=True))
 
     def place(self, rows: pd.DataFrame) -> tuple[Indices, Indices, Indices]:
-        """[T, M, R] of sums over forward operands."""
+        """Return [T, M, R] of sums over forward operands."""
         return rows[BIN].to_numpy(dtype=np.intp), self.module(rows), _roles(rows)
 
     def cluster(self, frame: pd.DataFrame) -> Indices:
@@ -249,7 +252,7 @@ def _output_sums(rows: pd.DataFrame, axes: _Axes) -> OutputSums:
 def _recipes(
     rows: pd.DataFrame, module: Indices, n_modules: int
 ) -> tuple[tuple[tuple[str, str], ...], npt.NDArray[np.bool_]]:
-    """Per module the pair of recipes most often inferred, of equals the first seen, and whether it is exact.
+    """Return per module the pair of recipes most often inferred, the first seen of equals, and whether it is exact.
 
     A row that adds up several steps counts as so many.
     """
@@ -313,7 +316,7 @@ def _operand_sums(trace: Trace, forward: _Forward, recipes: tuple[tuple[str, str
 
 
 def _delta2(trace: Trace, axes: _Axes) -> Array | None:
-    """[M, R], or None where too few microbatches were replayed, or no replay says that first order holds here."""
+    """Return [M, R], or None where too few microbatches were replayed, or no replay says that first order holds."""
     sensitivity = trace.sensitivity()
     if not is_valid(validity(sensitivity, trace.replays())):
         return None
@@ -333,7 +336,7 @@ def _roles(frame: pd.DataFrame) -> Indices:
 
 
 def _codes(names: pd.Series, index: Mapping[str, int]) -> Indices:
-    """Position of each name in the index, -1 where it has none; one look-up per distinct name."""
+    """Return the position of each name in the index, -1 where it has none; one look-up per distinct name."""
     encoded = names.astype("category").cat
     table = np.array([*(index.get(str(name), -1) for name in encoded.categories), -1], dtype=np.intp)
     return table[encoded.codes.to_numpy()]
@@ -347,7 +350,7 @@ def _sum_into(shape: Sequence[int], index: tuple[Indices, ...], values: pd.Serie
 
 
 def _put_into(totals: dict[str, Array], index: tuple[Indices, ...], rows: pd.DataFrame) -> None:
-    """totals[name][index] = the column of that name, missing as 0."""
+    """Set totals[name][index] to the column of that name, missing as 0."""
     for name, total in totals.items():
         total[index] = rows[name].fillna(0.0).to_numpy()
 

@@ -1,31 +1,16 @@
 """What neighbouring papers measure of the same rounding error, from a trace's sums; definitions and sources.
 
-    bucket_ratio   H(code histogram) / log2 15, in bits, +0 and -0 together: the effective share of the 15 E2M1 values
-                   in use, 1 where all are used alike (effective bucket ratio; transposition-invariant blocks)
-    alignment      of weights ||E_W X^T||^2 d_in / (||E_W||^2 ||X||^2), of inputs
-                   ||E_X W^T||^2 d_in / (||E_X||^2 ||W||^2): 1 where the error and what it meets point independently,
-                   more where they align (signal-noise view)
-    underflow      elements with Q = 0, x != 0 over elements, and
-    crest          maximum over root mean square, both averaged over the blocks that are not 0, with
-                   `underflow_crest_corr`, their correlation over blocks (HiFloat4 RL)
-    coverage_1, coverage_5, coverage_10
-                   part of ||e||^2 in the 1, 5, 10 % of channels with most of it: what a second pass on these channels
-                   alone could mend; .01, .05, .1 where it is spread evenly (channel residual; QUADS)
-    sparse_1, sparse_5, sparse_10
-                   part of ||e||^2 in the 1, 5, 10 % of each row's elements with most of it: what a sparse residual
-                   kept beside the row could mend (HiFloat4 RL, arXiv 2607.26515)
-    transposition  of w_dgrad: ||Q_row(W) - Q_col(W)|| / ||W||, the forward's blocks against those of dX = G W, on the
-                   elements measured along both axes (transposition-invariant blocks); .04 to .075 on Gaussian weights
+    bucket_ratio   H(code histogram) / log2 15, in bits, +0 and -0 together: 1 where all 15 E2M1 values are used alike
+    alignment      ||E_W X^T||^2 d_in / (||E_W||^2 ||X||^2) of weights, likewise of inputs: more than 1 where the error
+                   and what it meets align
+    coverage_K     part of ||e||^2 in the K % of channels with most of it; sparse_K: of each row's elements
+    transposition  ||Q_row(W) - Q_col(W)|| / ||W||, on the elements measured along both axes; .04 to .075 on Gaussians
+    snr_db         10 log10 ||y||^2 / ||error||^2 of a Linear's output when all Linears round; `injected`, `propagated`:
+                   parts of ||y||^2 that its own rounding and the layers before it add, which overlap
+    basin_cosine   cos(gradient at w = Q(w), w - Q(w)): below 0 a descent step from Q(w) leads back towards w
+    relative_drift Y / X, both mean |p_rollout - p_train|, in the last and in the first quarter of the measured steps
 
-    snr_db, injected, propagated
-                   of each Linear's output when all Linears round: 10 log10 ||y||^2 / ||error||^2 in dB, and the
-                   parts of ||y||^2 that its own rounding and the layers before it add; the two overlap, so that they
-                   do not sum to the error (signal-noise view). Measured by replays:
-                   `mxprobe.measuring.replay.representation`
-    basin_cosine   cos(gradient at w = Q(w), w - Q(w)): below 0 a descent step from Q(w) leads back towards w (QAT
-                   basin, arXiv 2606.09012). Of replays, with the gradient at the policy that the run had
-    relative_drift Y / X: mean |p_rollout - p_train| of sampled tokens in the last quarter of the measured steps over
-                   that in the first (ACRL)
+All definitions, units and papers: `paper_columns.toml`.
 
 Oscillation (TetraJet) is in `updates`, gradient and KL effects in `replays`. Sums are added first, divided last; the
 channels of `coverage` are ranked anew in each probed step.
@@ -39,7 +24,7 @@ import pandas as pd
 
 from mxprobe.schema import CODE_BINS, Role
 
-from .rollouts import all_tokens
+from .token_mismatch import all_tokens
 
 N_VALUES = 15
 MIN_DRIFT_STEPS = 8
@@ -48,7 +33,7 @@ Array = npt.NDArray[np.float64]
 
 
 def bucket_ratio(code_hist: Array) -> float:
-    """Of a histogram [16] by sign * 8 + code. NaN without elements."""
+    """Return it for a histogram [16] by sign * 8 + code; NaN without elements."""
     counts = np.asarray(code_hist, dtype=float).reshape(CODE_BINS)
     half = CODE_BINS // 2
     merged = np.concatenate(([counts[0] + counts[half]], counts[1:half], counts[half + 1 :]))
@@ -60,14 +45,14 @@ def bucket_ratio(code_hist: Array) -> float:
 
 
 def bucket_ratios(tensors: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFrame:
-    """Column `bucket_ratio` per group of a `tensors` frame; rows without a histogram are left out."""
+    """Return the column `bucket_ratio` per group of a `tensors` frame; rows without a histogram are left out."""
     rows = tensors[tensors["code_hist"].notna()]
     grouped = rows.groupby(list(by), observed=True, sort=True)["code_hist"]
     return grouped.agg(lambda hists: bucket_ratio(np.stack(hists.tolist()).sum(0))).reset_index(name="bucket_ratio")
 
 
 def alignments(tensors: pd.DataFrame, modules: pd.DataFrame) -> pd.DataFrame:
-    """Columns `module`, `phase`, `role` (x_fwd, w_fwd), `alignment`, from steps in which X and W were both measured.
+    """Return `module`, `phase`, `role` (x_fwd, w_fwd), `alignment`, from steps that measured both X and W.
 
     d_in is the second dimension of a module's shape. Both tensors are the sampled ones, whose product was taken.
     """
@@ -96,7 +81,7 @@ def _is_matrix(shape: object) -> bool:
 
 
 def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFrame:
-    """`crest`, `underflow`, `underflow_crest_corr`, `coverage_*`, `sparse_*`, `transposition` per group of `blocks`.
+    """Return the ratios of `paper_columns.toml` that table `blocks` gives, per group of it.
 
     NaN where a trace of an older version does not tell, and `transposition` for all operands but w_dgrad.
     """
@@ -120,7 +105,7 @@ def block_ratios(blocks: pd.DataFrame, by: Sequence[str] = _KEYS) -> pd.DataFram
 
 
 def representations(layers: pd.DataFrame) -> pd.DataFrame:
-    """Columns `module`, `snr_db`, `injected`, `propagated` per Linear of a `layers` frame, in order of the calls."""
+    """Return `module`, `snr_db`, `injected`, `propagated` per Linear of a `layers` frame, in order of the calls."""
     kinds = layers["comparison"].astype(str)
     rows = layers[kinds.isin(("injected", "propagated", "error"))].assign(kind=kinds)
     grouped = rows.groupby([rows["layer"].astype(str), "kind"], sort=False)[["ref2", "diff2"]].sum()
@@ -133,7 +118,7 @@ def representations(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def basin_cosines(replay_gradients: pd.DataFrame) -> pd.DataFrame:
-    """Columns `module`, `basin_cosine` of a `replay_gradients` frame; empty without the arm `q_weights`."""
+    """Return the columns `module`, `basin_cosine` of a `replay_gradients` frame; empty without the arm `q_weights`."""
     rows = replay_gradients[(replay_gradients["arm"].astype(str) == "q_weights").to_numpy()]
     names = ["ref2", "err2", "ref_err", "sum_grad_step", "sum_step2"]
     s = rows.groupby(rows["module"].astype(str), sort=False)[names].sum(min_count=1).astype(float)
@@ -142,8 +127,10 @@ def basin_cosines(replay_gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def relative_drift(rollouts: pd.DataFrame) -> tuple[float, float]:
-    """(X, Y): mean |p_rollout - p_train| per token in the first and in the last quarter of the steps of a `rollouts`
-    frame, all tokens of one source; NaN with fewer than `MIN_DRIFT_STEPS` steps."""
+    """Return mean |p_rollout - p_train| per token in the first and in the last quarter of a `rollouts` frame's steps.
+
+    All tokens of one source count; NaN with fewer than `MIN_DRIFT_STEPS` steps.
+    """
     rows = all_tokens(rollouts)
     steps = rows.groupby("step", sort=True)[["sum_abs_dp", "n_tokens"]].sum()
     steps = steps[steps["n_tokens"] > 0]

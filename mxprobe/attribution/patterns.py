@@ -19,7 +19,7 @@ _PREFIX = "re:"
 
 
 def exact_patterns(framework: str, chosen: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Patterns for `chosen`, some of `names`, in the framework's language.
+    """Return the patterns for `chosen`, some of `names`, in the framework's language.
 
     Raises ValueError if they would match another set of modules, which is a defect here.
     """
@@ -49,7 +49,7 @@ def matches(framework: str, pattern: str, name: str) -> bool:
 
 
 def _spelled(framework: str, name: str) -> str:
-    """`name`, which may begin with `*`, as a pattern that is anchored at both ends."""
+    """Return `name`, which may begin with `*`, as a pattern that is anchored at both ends."""
     star, rest = name.startswith("*"), name.removeprefix("*")
     if framework in FNMATCH:
         return ("*" if star else "") + re.sub(r"([*?\[])", r"[\1]", rest)
@@ -58,5 +58,5 @@ def _spelled(framework: str, name: str) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """`layers.9` before `layers.10`."""
+    """Return a key that sorts `layers.9` before `layers.10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -23,13 +23,15 @@ from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Phase
 from mxprobe.trace import Trace
 from mxprobe.trace.aggregation import Aggregation
 
-from .identity import Copies, distinct
+from .rank_copies import Copies, distinct
 
+SHARES = ("zeroed", "saturated", "scale", "deadzone", "grid")
+"""Parts of an error: made on such elements alone, and the remainder split."""
 ADDITIVE = (*COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS)
 
 
 def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Sums of the additive columns of a `tensors` or `whatif` frame per group; `amax` is the maximum.
+    """Return the sums of the additive columns of a `tensors` or `whatif` frame per group; `amax` is the maximum.
 
     Returns a frame with the keys as columns. A sum over nothing but missing values is NaN, not 0. What several ranks
     hold copies of is counted once where the frame says so (`identity.distinct`).
@@ -44,7 +46,7 @@ def totals(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
-    """`totals` over all rows of a table, by the trace's engine; an empty frame where it has none.
+    """Return `totals` over all rows of a table, by the trace's engine; an empty frame where it has none.
 
     Copies on several ranks are counted once, as `identity.distinct` does: by the lowest rank that has the part at all.
     """
@@ -57,7 +59,7 @@ def sums_of(trace: Trace, table: str, by: Sequence[str], columns: Sequence[str])
 
 
 def tensor_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
-    """Ratios of the tensor error, one row per row of `sums` (columns as in the `tensors` table).
+    """Return the ratios of the tensor error, one row per row of `sums` (columns as in the `tensors` table).
 
     Columns: `nmse`, `sqnr_db`, `log2_rms`; remainder split `scale`, `deadzone`, `grid`; `on_d`, `off_d`;
     `zeroed`, `saturated`, `rest`; raw `raw_scale`, `raw_deadzone`, `raw_grid`, `raw_cross`, `cos_scale_grid`
@@ -101,30 +103,61 @@ def tensor_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
 
 
 def output_ratios(sums: pd.DataFrame | Mapping[str, Any]) -> pd.DataFrame:
-    """Ratios of the GEMM-output error with this one operand quantized, one row per row of `sums`.
+    """Return the ratios of the GEMM-output error with this one operand quantized, one row per row of `sums`.
 
     Columns: `out_error` = ||output error||^2 / ||output||^2; remainder split `out_scale`, `out_deadzone`,
     `out_grid`; `out_zeroed`, `out_saturated`: the error made on such elements alone (zeroed and the rest
     correlate through the GEMM, so these may exceed 1); `out_cross_dz_grid`.
     """
     data = _frame(sums)
-    e2, cross = data["out_e2"], data["out_dz_grid"]
-    ideal2 = data["out_dz2"] + data["out_grid2"] + 2.0 * cross
+    e2, parts = data["out_e2"], output_parts(data)
     return pd.DataFrame(
         {
             "out_error": _divide(e2, data["out_ref2"]),
-            "out_scale": 1.0 - _divide(ideal2, e2),
-            "out_deadzone": _divide(data["out_dz2"] + cross, e2),
-            "out_grid": _divide(data["out_grid2"] + cross, e2),
-            "out_zeroed": _divide(data["out_zeroed2"], e2),
-            "out_saturated": _divide(data["out_saturated2"], e2),
-            "out_cross_dz_grid": _divide(2.0 * cross, e2),
+            **{f"out_{name}": _divide(parts[name], e2) for name in (*SHARES[2:], *SHARES[:2])},
+            "out_cross_dz_grid": _divide(2.0 * data["out_dz_grid"], e2),
         }
     )
 
 
+def output_parts(sums: pd.DataFrame | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of ||output error||^2 by name, `SHARES`, from sums of any shape by the names of `OUTPUT_SUMS`.
+
+    `scale`, `deadzone` and `grid` sum to the whole: the cross term of the last two is shared equally.
+    """
+    cross = sums["out_dz_grid"]
+    return {
+        "zeroed": sums["out_zeroed2"],
+        "saturated": sums["out_saturated2"],
+        "scale": sums["out_e2"] - (sums["out_dz2"] + sums["out_grid2"] + 2.0 * cross),
+        "deadzone": sums["out_dz2"] + cross,
+        "grid": sums["out_grid2"] + cross,
+    }
+
+
+def operand_ratios(sums: pd.DataFrame) -> pd.DataFrame:
+    """Return the columns of `tensor_ratios` and of `output_ratios`, one row per row of `sums`."""
+    return pd.concat([tensor_ratios(sums), output_ratios(sums)], axis=1)
+
+
+def left_by_corrections(tensors: pd.DataFrame, whatif: pd.DataFrame) -> pd.DataFrame:
+    """Return the part of an operand's output error that each correction leaves: a row per (module, role), as texts.
+
+    tensors, whatif: frames with `out_e2`. NaN where a correction was not measured, or there was no error.
+    """
+    before = _output_errors(tensors, ["module", "role"])
+    after = _output_errors(whatif, ["module", "role", "correction"]).unstack()
+    return after.div(before.where(before > 0), axis=0)
+
+
+def _output_errors(rows: pd.DataFrame, by: list[str]) -> pd.Series:
+    sums = rows.groupby(by, observed=True)["out_e2"].sum()
+    # Plain strings for index, so that categories of two tables meet.
+    return pd.Series(sums.to_numpy(), index=pd.MultiIndex.from_frame(sums.index.to_frame(index=False).astype(str)))
+
+
 def realised_ratios(outputs: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Realised against predicted output error per group of an `outputs` frame.
+    """Return realised against predicted output error per group of an `outputs` frame.
 
     Columns beside the keys: `realised`, `predicted`, `residual` (all relative to ||x W^T||^2), and
     `log2_ratio` = log2(realised / predicted): inf where nothing was predicted, NaN where nothing was realised.
@@ -146,7 +179,7 @@ def realised_ratios(outputs: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def mismatch_by_step(outputs: pd.DataFrame) -> pd.Series:
-    """Step -> median over modules of |realised error in rollout - in training|, from rows of `outputs`.
+    """Return step -> median over modules of |realised error in rollout - in training|, from rows of `outputs`.
 
     Empty where one phase was not seen. Modules that do the same on both sides count with what their tokens differ
     by; the verdict's own figure (`symptom.mismatch`) takes them as 0.

@@ -11,7 +11,7 @@ from mxprobe.schema import PLAIN_WORDS, Component, Role, Verdict
 
 from .exclusion import ExclusionCurve
 from .thresholds import Thresholds
-from .updates import UpdateVisibility
+from .update_visibility import UpdateVisibility
 
 JSON_SCHEMA = "mxprobe.recommend/1"
 

@@ -7,16 +7,16 @@ predicted gain(c) = 1 - sum_i Delta2_i r_ic / sum_i Delta2_i        r_ic: part o
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from mxprobe.plain_data import plain_data
 from mxprobe.schema import Role
 from mxprobe.trace import Trace
 
-from . import replays
-from .replays import PLAIN, Estimate
-from .sensitivity import operand_sensitivity, validity
+from . import replay_effects
+from .ratios import left_by_corrections
+from .replay_effects import PLAIN, Estimate
+from .sensitivity_ranks import operand_sensitivity, validity
 
 JSON_SCHEMA = "mxprobe.replay/1"
 _FORWARD = (Role.X_FWD.value, Role.W_FWD.value)
@@ -108,10 +108,10 @@ def replay_summary(trace: Trace) -> ReplaySummary | None:
         estimator=str(forward["estimator"].iloc[0]),
         n_modules=int(forward["n_modules"].max()),
         arms=tuple(_arms(forward, backward, predicted_gains(trace))),
-        kl_split=replays.kl_split(forward),
-        kl_structure=replays.kl_structure(forward),
-        gradient_split=replays.gradient_split(backward),
-        gradient_structure=replays.gradient_structure(backward),
+        kl_split=replay_effects.kl_split(forward),
+        kl_structure=replay_effects.kl_structure(forward),
+        gradient_split=replay_effects.gradient_split(backward),
+        gradient_structure=replay_effects.gradient_structure(backward),
         predicted_kl=float(checked["predicted_kl"].mean()) if len(checked) else None,
         is_valid=bool(checked["is_valid"].mean() > 0.5) if len(checked) else None,
         gradients=tuple(_gradients(backward)),
@@ -129,11 +129,8 @@ def predicted_gains(trace: Trace) -> dict[str, float]:
     if operands.empty or tensors.empty or whatif.empty:
         return {}
     key = ["module", "role"]
-    before = _by_name(tensors.groupby(key, observed=True)["out_e2"].sum())
-    after = _by_name(whatif.groupby([*key, "correction"], observed=True)["out_e2"].sum()).unstack()
-    weight = operands.assign(module=operands["module"].astype(str), role=operands["role"].astype(str))
-    delta2 = weight.set_index(key)["delta2"]
-    left = after.div(before.where(before > 0), axis=0).reindex(delta2.index)
+    delta2 = operands.astype(dict.fromkeys(key, str)).set_index(key)["delta2"]
+    left = left_by_corrections(tensors, whatif).reindex(delta2.index)
     known = left.notna().any(axis=1).to_numpy()
     total = float(delta2[known].sum())
     if total <= 0:
@@ -141,44 +138,24 @@ def predicted_gains(trace: Trace) -> dict[str, float]:
     return {str(name): 1.0 - float((delta2[known] * left.loc[known, name]).sum()) / total for name in left.columns}
 
 
-def _by_name(sums: pd.Series) -> pd.Series:
-    """The same with plain strings for index, so that categories of two tables meet."""
-    frame = sums.index.to_frame(index=False).astype(str)
-    return pd.Series(sums.to_numpy(), index=pd.MultiIndex.from_frame(frame))
-
-
 def _arms(forward: pd.DataFrame, backward: pd.DataFrame, predicted: dict[str, float]) -> list[ArmSummary]:
-    errors = {
-        str(row.arm): Estimate(float(row.error), float(row.error_low), float(row.error_high), int(row.n_microbatches))  # pyright: ignore[reportAttributeAccessIssue,reportArgumentType]
-        for row in replays.gradient_errors(backward).itertuples()
-    }
-    found: list[ArmSummary] = []
-    for row in replays.arm_effects(forward).to_dict("records"):
-        arm, n = str(row["arm"]), int(row["n_microbatches"])
-        gain = Estimate(row["gain"], row["gain_low"], row["gain_high"], n) if np.isfinite(row["gain"]) else None
-        found.append(
-            ArmSummary(
-                arm=arm,
-                kl=Estimate(row["kl"], row["kl_low"], row["kl_high"], n),
-                gain=gain,
-                predicted_gain=predicted.get(arm),
-                entropy_shift=row["entropy_shift"],
-                log_prob_shift=row["log_prob_shift"],
-                gradient_error=errors.get(arm),
-            )
-        )
+    errors = replay_effects.gradient_errors(backward)
+    found = [
+        ArmSummary(arm, gradient_error=errors.get(arm), predicted_gain=predicted.get(arm), **vars(effect))
+        for arm, effect in replay_effects.arm_effects(forward).items()
+    ]
     return sorted(found, key=lambda each: (each.arm != PLAIN, each.kl.value))
 
 
 def _gradients(backward: pd.DataFrame) -> list[ModuleGradient]:
-    effects = replays.gradient_effects(backward[backward["arm"] == PLAIN], ("module",))
+    effects = replay_effects.gradient_effects(backward[backward["arm"] == PLAIN], ("module",))
     names = [field.name for field in fields(ModuleGradient)][1:]
     rows = effects.sort_values("relative_l2", ascending=False).to_dict("records")
     return [ModuleGradient(str(row["module"]), *(float(row[name]) for name in names)) for row in rows]
 
 
 def _operands(probes: pd.DataFrame) -> list[OperandEffect]:
-    rows = replays.gradient_sensitivity(probes).to_dict("records")
+    rows = replay_effects.gradient_sensitivity(probes).to_dict("records")
     return [
         OperandEffect(str(row["module"]), str(row["role"]), str(row["method"]), float(row["relative_l2"]))
         for row in rows

@@ -11,9 +11,9 @@ from . import words
 from .decision import Decision, Reason
 from .evidence import MAX_FAR_NAMES, phases_seen
 from .measured import Measured
-from .rollouts import behind_words
 from .symptom import far_modules, share_of_far
 from .thresholds import Thresholds
+from .token_mismatch import behind_words
 
 
 def headline(decision: Decision, measured: Measured, thresholds: Thresholds) -> str:

@@ -40,28 +40,31 @@ class Mismatch:
     """Modules with one exact recipe on both sides."""
 
     def gate(self, thresholds: Thresholds) -> float:
-        """What the median must exceed to be a symptom."""
+        """Return what the median must exceed to be a symptom."""
         return max(thresholds.mismatch, thresholds.mismatch_floor_factor * self.floor)
 
     def is_symptom(self, thresholds: Thresholds) -> bool:
-        """The median Linear over the gate, or at least `far_share` of them, or one by much: a fault may be local."""
+        """Whether the median Linear is over the gate, or at least `far_share` of them, or one by much."""
         gate = self.gate(thresholds)
         by_much = self.share_above(max(gate, thresholds.mismatch_alone)) > 0
         return self.n_modules > 0 and (self.median > gate or self.share_above(gate) >= thresholds.far_share or by_much)
 
     def share_above(self, gate: float) -> float:
-        """Part of the Linears seen on both sides whose own mismatch exceeds `gate`."""
+        """Return the part of the Linears seen on both sides whose own mismatch exceeds `gate`."""
         seen = self.per_module[np.isfinite(self.per_module)]
         return float((seen > gate).mean()) if seen.size else 0.0
 
     @property
     def largest(self) -> float:
-        """Mismatch of the Linear with most; NaN where none was seen on both sides."""
+        """Return the mismatch of the Linear with most; NaN where none was seen on both sides."""
         seen = self.per_module[np.isfinite(self.per_module)]
         return float(seen.max()) if seen.size else float("nan")
 
     def reached_by(self, share: float) -> float:
-        """The largest mismatch that at least `share` of the Linears reach; over a gate where so many are over it."""
+        """Return the largest mismatch that at least `share` of the Linears reach.
+
+        Over a gate where so many are over it.
+        """
         seen = np.sort(self.per_module[np.isfinite(self.per_module)])
         return float(seen[-max(math.ceil(share * seen.size), 1)]) if seen.size else float("nan")
 
@@ -107,7 +110,7 @@ class Fit:
 
 
 def quantized_modules(measured: Measured, weights: Array, thresholds: Thresholds) -> dict[Phase, Mask]:
-    """[M] per phase: whose outputs differ from the exact product by more than high precision explains."""
+    """Return per phase which modules [M] differ from the exact product by more than high precision explains."""
     return {
         phase: np.nan_to_num(sums.realised(weights)) > thresholds.quantized_error
         for phase, sums in measured.outputs.items()
@@ -149,7 +152,7 @@ some 5 to 15 % with bfloat16 tensors, and are the rule's all the same; old weigh
 
 
 def rule_mismatch(measured: Measured) -> RuleMismatch:
-    """Do both sides round, and differently? It is read off the recipes, whatever the size of the errors."""
+    """Return whether both sides round, and differently, as the recipes say, whatever the size of the errors."""
     train, rollout = measured.outputs.get(Phase.TRAIN), measured.outputs.get(Phase.ROLLOUT)
     if train is None or rollout is None:
         return RuleMismatch(0, 0, "", "")
@@ -169,7 +172,7 @@ def rule_mismatch(measured: Measured) -> RuleMismatch:
 
 
 def fit(measured: Measured, weights: Array, thresholds: Thresholds) -> list[Fit]:
-    """One `Fit` per phase in which something is quantized."""
+    """Return one `Fit` per phase in which something is quantized."""
     found: list[Fit] = []
     for phase, quantized in quantized_modules(measured, weights, thresholds).items():
         if not quantized.any():
@@ -195,18 +198,18 @@ def fit(measured: Measured, weights: Array, thresholds: Thresholds) -> list[Fit]
 
 
 def far_modules(fits: Sequence[Fit], n_modules: int) -> Mask:
-    """[M] far in any phase."""
+    """Return which modules [M] are far in any phase."""
     return np.logical_or.reduce([each.far for each in fits], initial=False) | np.zeros(n_modules, dtype=np.bool_)
 
 
 def share_of_far(observed: Mismatch, far: Mask) -> float:
-    """Part of the Linears' summed mismatch that the far ones make."""
+    """Return the part of the Linears' summed mismatch that the far ones make."""
     total = float(np.nansum(observed.per_module))
     return float(np.nansum(observed.per_module[far])) / total if total > 0 else 0.0
 
 
 def _floor(train: OutputSums, weights: Array, seen: Mask) -> float:
-    """Median over modules of the median change of realised error between neighbouring probed training steps."""
+    """Return the median over modules of the median change of error between neighbouring probed training steps."""
     error = divide(train.realised2, train.ref2)[weights > 0][:, seen]
     changes = np.abs(np.diff(error, axis=0))
     changes = changes[:, np.isfinite(changes).any(axis=0)]

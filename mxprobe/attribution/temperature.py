@@ -16,14 +16,12 @@ top-p, penalties, greedy decoding), and the slope is biased.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 
-from .replays import ratio_of
-from .rollouts import all_tokens
+from .replay_effects import ratio_of
+from .token_mismatch import all_tokens
 
 MAX_OFF = 4.0
 _SUMS = ["n_tokens", "sum_u", "sum_u2", "sum_u_d"]
@@ -50,7 +48,7 @@ class EffectiveTemperature:
 
 
 def effective_temperature(rollouts: pd.DataFrame) -> EffectiveTemperature:
-    """Of all tokens of a `rollouts` frame, stratum `all`, of one source."""
+    """Return it for all tokens of a `rollouts` frame, stratum `all`, of one source."""
     rows = all_tokens(rollouts)
     steps = rows.groupby("step")[_SUMS].sum(min_count=1)
     steps = steps[steps["n_tokens"] > 0]
@@ -62,21 +60,6 @@ def effective_temperature(rollouts: pd.DataFrame) -> EffectiveTemperature:
     slope = ratio_of(known["sum_u_d"].to_numpy(dtype=float), known["sum_u2"].to_numpy(dtype=float))
     n_known = int(known["n_tokens"].sum())
     return EffectiveTemperature(1.0 - slope.value, 1.0 - slope.high, 1.0 - slope.low, slope.n, n_known)
-
-
-def effective_temperatures(rollouts: pd.DataFrame, by: Sequence[str] = ("step",)) -> pd.DataFrame:
-    """Derived columns `effective_temperature` (NaN where withheld) and `withheld` per group of a `rollouts` frame.
-
-    By `stratum`, those chosen by what was drawn (the sign of an advantage) are no plain draws and mean little.
-    """
-    sums = rollouts.groupby(list(by), observed=True, sort=True)[_SUMS].sum(min_count=1)
-    why = [
-        _withheld(*(float(value) for value in row), n_known=int(np.isfinite(row[-1])))
-        for row in sums.to_numpy(dtype=float)
-    ]
-    value = 1.0 - sums["sum_u_d"] / sums["sum_u2"].where(sums["sum_u2"] > 0)
-    value = value.where([reason == "" for reason in why])
-    return pd.DataFrame({"effective_temperature": value, "withheld": why}, index=sums.index).reset_index()
 
 
 def _withheld(n_tokens: float, u: float, u2: float, u_d: float, *, n_known: int) -> str:

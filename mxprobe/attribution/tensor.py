@@ -12,8 +12,8 @@ from mxprobe.schema import Component
 
 from . import ratios
 from .component import name_component
-from .corrections import KEEP, choose, judged, recovery_of
-from .costs import cost_of, tier_of
+from .correction_scores import KEEP, choose, recovery_of, scored
+from .intervals import Gain
 from .recommendation import CorrectionScore
 from .thresholds import Thresholds
 
@@ -42,7 +42,7 @@ def judge_tensor(
     thresholds = thresholds or Thresholds()
     values = ratios.tensor_ratios(sums).iloc[0]
     nmse = float(values["nmse"])
-    shares = {name: float(values[name]) for name in ("zeroed", "saturated", "scale", "deadzone", "grid")}
+    shares = {name: float(values[name]) for name in ratios.SHARES}
     if not nmse >= thresholds.clean_nmse:
         return TensorJudgement(Component.NONE, nmse, shares, (), ())
     component = name_component(shares, thresholds)
@@ -70,22 +70,11 @@ def _score(
         parts = {"all": now, "scale": now - ideal, "grid": float(sums["sum_grid2"])}
         parts["saturated"] = float(sums["sum_e2_saturated"])
         recovery = recovery_of(component, 1.0 - left, now, parts)
-    cost = cost_of(correction, thresholds.device)
-    score = CorrectionScore(
-        correction=correction,
-        tier=tier_of(correction),
-        gain=1.0 - left,
-        gain_low=1.0 - left,
-        gain_high=1.0 - left,
-        n_steps=1,
-        held_out_gain=None,
-        recovery=recovery,
+    return scored(
+        correction,
+        Gain(1.0 - left, 1.0 - left, 1.0 - left, 1),
+        recovery,
+        thresholds,
         tensor_recovery=recovery if component is Component.DEADZONE else None,
-        cost_gemm=cost.cost_gemm,
-        bits_per_element=cost.bits_per_element,
         cures=nmse * left < thresholds.clean_nmse,
-        is_active=False,
-        is_eligible=False,
-        note=cost.note,
     )
-    return judged(score, thresholds)

@@ -56,7 +56,7 @@ class Thresholds:
     """Whose GEMM rates costs are taken at, of `devices.DEVICES`."""
 
     def replace(self, **values: Any) -> "Thresholds":
-        """A copy with some thresholds changed. UsageError when a name is unknown."""
+        """Return a copy with some thresholds changed. UsageError when a name is unknown."""
         known = {field.name: field for field in fields(self)}
         unknown = sorted(set(values) - set(known))
         if unknown:

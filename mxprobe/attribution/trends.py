@@ -4,7 +4,6 @@
     trend    Mann-Kendall S; var(S) inflated by (1 + r) / (1 - r); r of the series less its Theil-Sen line
     step     max over k of |mean after - mean before| sqrt(k (n - k) / n), against a circular block bootstrap
     level    mean +- t sqrt(var / n_eff),  n_eff = n (1 - r) / (1 + r); var and r of what a straight line leaves
-    hint     Page-Hinkley on a prewhitened series with a short baseline: where to look, never evidence
 
 Science, section 7. A trend or step of one run is "associated with" what happened then, not caused by it: healthy
 runs lose half of their entropy. Series longer than 1,000 points are pooled into 1,000 means first.
@@ -42,7 +41,7 @@ class Trend:
     n: int
 
     def direction(self, alpha: float = ALPHA) -> str:
-        """`rising`, `falling`, or `flat` where the test does not reject."""
+        """Return `rising`, `falling`, or `flat` where the test does not reject."""
         if not self.p < alpha:
             return "flat"
         return "rising" if self.z > 0 else "falling"
@@ -72,7 +71,7 @@ class Level:
 
     @property
     def standard_error2(self) -> float:
-        """Squared standard error of the mean; NaN where it is not known."""
+        """Return the squared standard error of the mean; NaN where it is not known."""
         return self.variance / self.n_effective
 
 
@@ -91,7 +90,7 @@ class Change:
 
 
 def lag1(values: Sequence[float] | Array, *, n_fitted: int = 1) -> float:
-    """Lag-1 autocorrelation, bias-corrected; in [0, .95]. 0 for a constant or with fewer than 6 points.
+    """Return the lag-1 autocorrelation, bias-corrected; in [0, .95]. 0 for a constant or with fewer than 6 points.
 
     `n_fitted` counts what was taken off before: 1 the mean, 2 a line; each costs a bias of about -1/n at 0. Negative
     estimates count as 0: they would shrink intervals on the strength of a few points.
@@ -106,7 +105,7 @@ def lag1(values: Sequence[float] | Array, *, n_fitted: int = 1) -> float:
 
 
 def mann_kendall(values: Sequence[float] | Array) -> Trend | None:
-    """Monotone trend of equally spaced values. None with fewer than 8 finite ones."""
+    """Return the monotone trend of equally spaced values. None with fewer than 8 finite ones."""
     y = pooled(values)
     n = y.size
     if n < MIN_POINTS:
@@ -126,7 +125,7 @@ def mann_kendall(values: Sequence[float] | Array) -> Trend | None:
 
 
 def find_step(values: Sequence[float] | Array, *, n_resamples: int = 499) -> Step | None:
-    """The step that explains most, at least a tenth (and 4 points) from the ends. None below 16 finite values.
+    """Return the step that explains most, at least a tenth (and 4 points) from the ends. None below 16 finite values.
 
     Under the null the series is its own noise: blocks are drawn from it whole, mean removed, so a true step makes
     the test a little shy and never bold. Blocks are max(4, 1.75 n^(1/3)), longer where the autocorrelation asks for
@@ -150,34 +149,8 @@ def find_step(values: Sequence[float] | Array, *, n_resamples: int = 499) -> Ste
     return Step(round(at * finite / n), float(y[:at].mean()), float(y[at:].mean()), p)
 
 
-def page_hinkley(
-    values: Sequence[float] | Array, *, baseline: int = 20, slack: float = 0.5, threshold: float = 12.0
-) -> int | None:
-    """Where a two-sided Page-Hinkley sum first leaves its band: a hint, not evidence. None if it never does.
-
-    `baseline` points set the mean and the spread of the prewhitened series; `slack` and `threshold` are in units of
-    that spread. Not enough points, or a constant baseline, give None.
-    """
-    y = np.asarray(values, dtype=np.float64)
-    y = y[np.isfinite(y)]
-    if y.size <= baseline + 1:
-        return None
-    mean, r = float(y[:baseline].mean()), lag1(y[:baseline])
-    innovations = (y[1:] - mean) - r * (y[:-1] - mean)
-    spread = float(innovations[:baseline].std(ddof=2))
-    if not spread > 0:
-        return None
-    up = down = 0.0
-    for position in range(baseline, innovations.size):
-        z = float(innovations[position]) / spread
-        up, down = max(0.0, up + z - slack), max(0.0, down - z - slack)
-        if max(up, down) > threshold:
-            return position + 1
-    return None
-
-
 def level(values: Sequence[float] | Array, *, confidence: float = 0.95) -> Level:
-    """Mean of the finite values with a t interval at the effective number of points (4 or more).
+    """Return the mean of the finite values with a t interval at the effective number of points (4 or more).
 
     A steady drift is part of the level, not noise about it, so it is taken off before the noise is judged. On AR(1)
     noise of phi 0 to .6 a 95 % interval covers .88-.98 with 12 points and .92-.97 with 24 or more; of phi .8, .83 and
@@ -200,7 +173,10 @@ def level(values: Sequence[float] | Array, *, confidence: float = 0.95) -> Level
 
 
 def level_change(a: Level, b: Level, *, confidence: float = 0.95) -> Change:
-    """B's mean less A's with Welch's t interval at the effective numbers of points; unbounded where one has < 3."""
+    """Return B's mean less A's with Welch's t interval at the effective numbers of points.
+
+    Unbounded where one has < 3.
+    """
     parts = (a.standard_error2, b.standard_error2)
     difference = b.mean - a.mean
     total = sum(parts)
@@ -216,7 +192,10 @@ def level_change(a: Level, b: Level, *, confidence: float = 0.95) -> Change:
 
 
 def paired_change(a: Sequence[float] | Array, b: Sequence[float] | Array, *, confidence: float = 0.95) -> Change:
-    """Mean of b(t) - a(t) with its interval: what moves both alike is no noise. ValueError for unequal lengths."""
+    """Return the mean of b(t) - a(t) with its interval: what moves both alike is no noise.
+
+    ValueError for unequal lengths.
+    """
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if x.shape != y.shape:
         raise ValueError(f"{x.size} values cannot be paired with {y.size}")
@@ -225,7 +204,7 @@ def paired_change(a: Sequence[float] | Array, b: Sequence[float] | Array, *, con
 
 
 def pooled(values: Sequence[float] | Array) -> Array:
-    """Finite values in order; above 1,000, means of neighbours."""
+    """Return the finite values in order; above 1,000, means of neighbours."""
     y = np.asarray(values, dtype=np.float64)
     y = y[np.isfinite(y)]
     if y.size <= MAX_POINTS:
@@ -235,7 +214,7 @@ def pooled(values: Sequence[float] | Array) -> Array:
 
 
 def _cusum(rows: Array, margin: int) -> Array:
-    """[B, n] -> [B, n - 1]: the statistic of a step after k = 1 ... n - 1 points; 0 within `margin` of the ends."""
+    """Return, for rows [B, n], the statistic [B, n - 1] of a step after each point; 0 within `margin` of the ends."""
     n = rows.shape[1]
     k = np.arange(1, n)
     sums = np.cumsum(rows - rows.mean(axis=1, keepdims=True), axis=1)[:, :-1]

@@ -13,7 +13,6 @@ from mxprobe_kernels.formats import Rule
 from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from . import evidence, ratios
-from .agreement import resample_agreement, with_held_out_gains
 from .catalogue import catalogue
 from .coverage import coverage_of
 from .decision import Decision, decide
@@ -21,11 +20,12 @@ from .devices import DEVICES
 from .exclusion import BF16, MXFP8, ExclusionCurve, exclusion_curve
 from .measured import Measured, measure
 from .recommendation import CorrectionScore, Recommendation, Snippet
+from .resampling import resample_agreement, with_held_out_gains
 from .sentences import headline, what_would_change
 from .snippets import FRAMEWORKS, Emulated, has_option, snippet_for
 from .symptom import quantized_modules
 from .thresholds import Thresholds
-from .updates import update_visibility
+from .update_visibility import update_visibility
 
 
 def recommend(

@@ -8,18 +8,18 @@ Steps = npt.NDArray[np.int64]
 
 
 def spanned(frame: pd.DataFrame) -> pd.DataFrame:
-    """With `n_steps` and `last_step`: of rows that say nothing, 1 and their own step."""
+    """Return the rows with `n_steps` and `last_step`: 1 and their own step where they say nothing."""
     own = {"n_steps": 1, "last_step": frame["step"]}
     return frame.assign(**{name: value for name, value in own.items() if name not in frame.columns})
 
 
 def last_steps(frame: pd.DataFrame) -> pd.Series:
-    """By `step`, ascending: the last step that its rows add up."""
+    """Return, by ascending `step`, the last step that its rows add up."""
     return spanned(frame).groupby("step", sort=True)["last_step"].max()
 
 
 def window_of(steps: Steps, first: Steps, last: Steps) -> Steps:
-    """Index of the window `first` (ascending) to `last` that holds each step; -1 where none does."""
+    """Return the index of the window `first` (ascending) to `last` that holds each step; -1 where none does."""
     if not first.size:
         return np.full(len(steps), -1, dtype=np.int64)
     index = np.searchsorted(first, steps, side="right") - 1

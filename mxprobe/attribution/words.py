@@ -7,7 +7,7 @@ from mxprobe.schema import Component, Role
 from mxprobe_kernels.recipe_grammar import Correction, CorrectionKind
 
 from .recommendation import OperandGroup
-from .updates import UpdateVisibility
+from .update_visibility import UpdateVisibility
 
 ROLE_WORDS: dict[Role, str] = {
     Role.X_FWD: "inputs",

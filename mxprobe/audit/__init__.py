@@ -2,7 +2,7 @@
 
 from .audit import Audit as Audit
 from .audit import audit as audit
-from .modules import ModuleAudit as ModuleAudit
-from .modules import SideAudit as SideAudit
+from .module_audit import ModuleAudit as ModuleAudit
+from .module_audit import SideAudit as SideAudit
 from .pitfalls import PITFALLS as PITFALLS
 from .pitfalls import Finding as Finding

@@ -7,14 +7,22 @@ from typing import Any
 
 import pandas as pd
 
-from mxprobe.attribution.held import held_versions
+from mxprobe.attribution.held_versions import BEHIND, FLIPPED, TURNED, UNKNOWN, HeldVersion, held_versions, held_words
+from mxprobe.schema import NOT_COMPARABLE
 from mxprobe.trace import Trace
 
-from .held import find_held
-from .modules import ModuleAudit, SideAudit, module_audits
-from .pitfalls import Finding, find_pitfalls
+from .module_audit import ModuleAudit, SideAudit, module_audits
+from .pitfalls import PITFALLS, Finding
+from .searches import find_pitfalls
 
 JSON_SCHEMA = "mxprobe.audit/1"
+_HELD = {
+    BEHIND: "stale_weights",
+    TURNED: "reordered_weights",
+    FLIPPED: "flipped_weights",
+    UNKNOWN: "unknown_weights",
+}
+"""State of a held weight -> what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Audit:
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready data; numbers that are not finite as null."""
+        """Return JSON-ready data; numbers that are not finite as null."""
         return {
             "schema": JSON_SCHEMA,
             "trainer": self.trainer,
@@ -87,5 +95,19 @@ def audit(trainer: Trace, rollout: Trace | None = None) -> Audit:
         )
         events = pd.concat([events[events["kind"] != "weight_sync"], rollout.events()], ignore_index=True)
     source = trainer if rollout is None else rollout
-    findings = find_pitfalls(modules, events) + find_held(held_versions(trainer, source))
+    findings = find_pitfalls(modules, events) + _find_held(held_versions(trainer, source))
     return Audit(str(trainer.directory), str(source.directory), modules, findings)
+
+
+def _find_held(held: tuple[HeldVersion, ...]) -> tuple[Finding, ...]:
+    """Return what is wrong with the weights that an engine holds; what cannot be compared is no finding."""
+    comparable = [each for each in held if each.state != NOT_COMPARABLE]
+    found: list[Finding] = []
+    for state, slug in _HELD.items():
+        named = [each for each in comparable if each.state == state]
+        if named and state == BEHIND and len(named) < len(comparable):
+            slug = "partial_refit"
+        if named:
+            modules = tuple(each.module for each in named)
+            found.append(Finding(PITFALLS[slug], modules, f"by its codes: {held_words(named)}"))
+    return tuple(found)

@@ -41,7 +41,7 @@ class RuleFit(NamedTuple):
 
 
 def infer_rule(x: torch.Tensor, q: torch.Tensor) -> RuleFit:
-    """x and its dequantized q, [rows, K], blocks along K. 64 blocks of ordinary values tell all rules apart."""
+    """Return which rules fit x and its dequantized q, [rows, K], blocks along K. 64 ordinary blocks tell all apart."""
     x64, q64 = x.detach().double(), q.detach().double()
     error = float((q64 - x64).square().sum()) or 1.0
     distance = {
@@ -53,13 +53,13 @@ def infer_rule(x: torch.Tensor, q: torch.Tensor) -> RuleFit:
 
 
 def audit_quantizer(quantizer: Quantizer, *, name: str = "") -> tuple[Finding, ...]:
-    """Known mistakes of a function x [rows, K] -> dequantized x. Its random state is the caller's affair."""
+    """Return known mistakes of a function x [rows, K] -> dequantized x. Its random state is the caller's affair."""
     found = [*_rule(quantizer), *_rows(quantizer), *_small(quantizer), *_seed(quantizer), *_gradient(quantizer)]
     return tuple(Finding(PITFALLS[slug], (name,) if name else (), detail) for slug, detail in found)
 
 
 def audit_linear(module: nn.Linear, *, name: str = "") -> tuple[Finding, ...]:
-    """Known mistakes of a fake-quantized Linear, from one forward and backward pass on random values.
+    """Return known mistakes of a fake-quantized Linear, from one forward and backward pass on random values.
 
     Gradients are taken without touching `.grad`, and the global random state is put back.
     """
@@ -123,7 +123,7 @@ def _rule(quantizer: Quantizer) -> Iterator[tuple[str, str]]:
 
 
 def _rows(quantizer: Quantizer) -> Iterator[tuple[str, str]]:
-    """Rows whose length is no multiple of the block; the largest value of the tensor stays where it is."""
+    """Test rows whose length is no multiple of the block; the largest value of the tensor stays where it is."""
     if _is_random(quantizer):
         return  # it moves without a change
     x = _values(4, 40)
@@ -149,7 +149,7 @@ def _small(quantizer: Quantizer) -> Iterator[tuple[str, str]]:
 
 
 def _between() -> torch.Tensor:
-    """Values a quarter of the way from one number of the grid to the next, under a scale of 1."""
+    """Return the values a quarter of the way from one number of the grid to the next, under a scale of 1."""
     x = torch.full((N_ROWS, 64), _BETWEEN)
     x[:, ::_SHORTEST_BLOCK] = 6.0
     return x

@@ -9,7 +9,7 @@ _SHOWN = 20
 
 
 def to_junit(result: CheckResult, name: str) -> str:
-    """An XML document; `name` (the trace) becomes the suite's. Characters that XML cannot hold become `?`."""
+    """Return an XML document; `name` (the trace) becomes the suite's. Characters that XML cannot hold become `?`."""
     cases: dict[tuple[str, str], list[Finding]] = {}
     for finding in result.findings:
         cases.setdefault((finding.limit, finding.module), []).append(finding)
@@ -33,7 +33,7 @@ def to_junit(result: CheckResult, name: str) -> str:
 
 
 def sentence(finding: Finding) -> str:
-    """`max_nmse: model.layers.0.mlp.up_proj x_fwd train has 0.031, over 0.02`."""
+    """Return `max_nmse: model.layers.0.mlp.up_proj x_fwd train has 0.031, over 0.02`."""
     if finding.status is Status.NOT_MEASURED or finding.value is None:
         return f"{finding.limit}: not measured: {finding.note}"
     if isinstance(finding.bound, tuple):

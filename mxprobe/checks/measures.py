@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.coverage import coverage_of
-from mxprobe.attribution.identity import PLACED
 from mxprobe.attribution.measured import measure
-from mxprobe.attribution.ratios import ADDITIVE, output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.rank_copies import PLACED
+from mxprobe.attribution.ratios import ADDITIVE, operand_ratios, realised_ratios, totals
 from mxprobe.attribution.symptom import mismatch
 from mxprobe.trace import Trace
 
@@ -47,7 +47,7 @@ class OperandMeasures:
         self._roles = roles
 
     def of(self, limit: str) -> Iterator[Measure]:
-        """The ratio that a limit of `OPERAND_LIMITS` bounds; what cannot be divided is left out."""
+        """Yield the ratio that a limit of `OPERAND_LIMITS` bounds; what cannot be divided is left out."""
         rows = self._rows
         keys = (rows[name].astype(str) for name in _KEYS)
         for module, role, phase, value in zip(*keys, rows[OPERAND_LIMITS[limit]], strict=True):
@@ -60,11 +60,11 @@ class OperandMeasures:
         if self._roles:
             rows = rows[rows["role"].isin(list(self._roles))]
         sums = totals(rows, _KEYS)
-        return pd.concat([sums[list(_KEYS)], tensor_ratios(sums), output_ratios(sums)], axis=1)
+        return pd.concat([sums[list(_KEYS)], operand_ratios(sums)], axis=1)
 
 
 def realised_measures(trace: Trace) -> Iterator[Measure]:
-    """Realised output error of each module and phase in `outputs`."""
+    """Yield the realised output error of each module and phase in `outputs`."""
     rows = realised_ratios(trace.outputs(), ["module", "phase"])
     for module, phase, value in zip(
         rows["module"].astype(str), rows["phase"].astype(str), rows["realised"], strict=True
@@ -74,7 +74,7 @@ def realised_measures(trace: Trace) -> Iterator[Measure]:
 
 
 def run_measure(trace: Trace, limit: str) -> Measure | None:
-    """Of the whole run; None where the trace cannot tell. KeyError for a limit that is not about a run."""
+    """Return a measure of the run; None where the trace cannot tell. KeyError for a limit that is not about a run."""
     value = {
         "max_mismatch": _mismatch,
         "max_nonfinite": _nonfinite,
@@ -98,13 +98,13 @@ def _nonfinite(trace: Trace) -> float | None:
 
 
 def _overhead(trace: Trace) -> float | None:
-    """Time in our hooks over step time, all ranks together."""
+    """Return the time in our hooks over step time, all ranks together."""
     rows = trace.overhead()
     steps = float(rows["step_ns"].sum())
     return float(rows["probe_ns"].sum()) / steps if steps > 0 else None
 
 
 def _dropped(trace: Trace) -> float | None:
-    """The counter runs from attach on: the last one of each rank."""
+    """Return the last counter of each rank, added: they run from attach on."""
     rows = trace.overhead()
     return float(rows.groupby("rank")["n_dropped"].max().sum()) if len(rows) else None

@@ -16,8 +16,8 @@ from mxprobe.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mxprobe.attribution.replay_effects import Estimate
     from mxprobe.attribution.replay_summary import ReplaySummary
-    from mxprobe.attribution.replays import Estimate
 
 _MAX_ROWS = 10
 _LEGEND = (

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
-from mxprobe.attribution.identity import PLACED
-from mxprobe.attribution.ratios import ADDITIVE, output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.rank_copies import PLACED
+from mxprobe.attribution.ratios import ADDITIVE, operand_ratios, realised_ratios, totals
 from mxprobe.attribution.trends import Change, Level, level, level_change, mann_kendall, paired_change
 from mxprobe.metrics import METRICS
 from mxprobe.trace import Trace
@@ -151,7 +151,7 @@ def _operands(rows: pd.DataFrame) -> Iterator[tuple[_Key, pd.Series]]:
     if rows.empty:
         return
     sums = totals(rows, ["phase", "role", "kind", "step"])
-    ratios = pd.concat([tensor_ratios(sums), output_ratios(sums)], axis=1)
+    ratios = operand_ratios(sums)
     keys = sums[["phase", "role", "kind"]].astype(str)
     for measure, column in _OPERAND.items():
         for key, index in _groups(keys):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
-from mxprobe.attribution.corrections import KEEP
+from mxprobe.attribution.correction_scores import KEEP
 from mxprobe.attribution.decision import Decision, decide
 from mxprobe.attribution.intervals import Gain, gain_of
 from mxprobe.attribution.measured import FORWARD_ROLES, Measured, correction_of, divide, measure

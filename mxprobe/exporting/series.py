@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from mxprobe.attribution.component import kind_of
-from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, output_ratios, realised_ratios, tensor_ratios, totals
+from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, operand_ratios, realised_ratios, totals
 from mxprobe.trace import Trace
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -101,7 +101,7 @@ def _operands(rows: pd.DataFrame, modules: Sequence[str]) -> Iterator[pd.DataFra
     for place, part in _places(rows, modules):
         sums = totals(part.assign(place=place), ["step", "phase", "role", "place"])
         when = part.groupby("step")["time_ns"].max()
-        ratios = pd.concat([tensor_ratios(sums), output_ratios(sums)], axis=1)
+        ratios = operand_ratios(sums)
         prefix = "mxprobe/" + sums["phase"].astype(str) + "/" + sums["role"].astype(str) + "/" + sums["place"] + "/"
         for column, name in _OPERAND.items():
             yield _long(sums["step"], prefix + name, ratios[column], sums["step"].map(when))

@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+from mxprobe.events import Event
+from mxprobe.schema import Row
+
 EVENT = "flight"
 TABLE = "flight"
 PAST_STEPS = 64
@@ -29,8 +32,6 @@ MIN_PAST = 16
 SPIKE_FACTOR = 10.0
 MAX_DUMPS = 16
 """Triggers that write rows; later ones are told and nothing more."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Entry:
     gradients: dict[str, tuple[float, int]]
 
     @classmethod
-    def read(cls, norms: Norms, step_base: int) -> Entry:
+    def read(cls, norms: Norms) -> Entry:
         """Read the norms off their devices: waits for them."""
         outputs, gradients = (
             {name: (norm, n) for named, values in parts for (name, n), norm in zip(named, values.tolist())}
             for parts in (norms.outputs, norms.gradients)
         )
-        return cls(step_base + norms.step, norms.time_ns, outputs, gradients)
+        return cls(norms.step, norms.time_ns, outputs, gradients)
 
     @cached_property
     def gradient_norm(self) -> float:
@@ -105,7 +106,7 @@ def first_unusual(entry: Entry, past: list[Entry], factor: float) -> tuple[str, 
 
 
 class BlackBox:
-    """`add` each step, `trigger` on demand. Both return why rows are written (or an empty string), and the rows."""
+    """`add` each step, `trigger` on demand. Both return the event of why rows are written, or None, and the rows."""
 
     def __init__(self, follow_steps: int) -> None:
         self._follow_steps = follow_steps
@@ -116,44 +117,47 @@ class BlackBox:
         self._to_follow = 0
         self._n_dumps = 0
 
-    def add(self, entry: Entry) -> tuple[str, list[Row]]:
+    def add(self, entry: Entry) -> tuple[Event | None, list[Row]]:
         why = self._judge(entry)
         if not self._was_bad:
             self._baseline.append(entry)
         self._ring.append(entry)
-        if why:
+        if why is not None:
             return self._dump(why)
         if self._to_follow:
             self._to_follow -= 1
-            return "", self._take_all()
-        return "", []
+            return None, self._take_all()
+        return None, []
 
-    def trigger(self, reason: str) -> tuple[str, list[Row]]:
-        return self._dump(f"asked: {reason}")
+    def trigger(self, reason: str) -> tuple[Event | None, list[Row]]:
+        return self._dump(Event(EVENT, "", "asked", text=f"asked: {reason}"))
 
-    def _judge(self, entry: Entry) -> str:
+    def _judge(self, entry: Entry) -> Event | None:
         bad = first_nonfinite(entry)
         was_bad, self._was_bad = self._was_bad, bad is not None
         if bad is not None:
             name, kind = bad
-            return "" if was_bad else f"nonfinite: first bad module in order of execution: {name} ({kind})"
+            words = f"nonfinite: first bad module in order of execution: {name} ({kind})"
+            return None if was_bad else Event(EVENT, name, "nonfinite", text=words)
         past = list(self._baseline)
         if len(past) < MIN_PAST or self._to_follow:
-            return ""
+            return None
         usual = median(e.gradient_norm for e in past)
         if not entry.gradient_norm > SPIKE_FACTOR * usual > 0:
-            return ""
+            return None
         found = first_unusual(entry, past, SPIKE_FACTOR)
         where = f"; first in order of execution: {found[0]} ({found[1]}, {found[2]:.1f} x its median)" if found else ""
-        return f"spike: gradient norm {entry.gradient_norm:.4g}, {entry.gradient_norm / usual:.1f} x its median{where}"
+        times = entry.gradient_norm / usual
+        words = f"spike: gradient norm {entry.gradient_norm:.4g}, {times:.1f} x its median{where}"
+        return Event(EVENT, found[0] if found else "", "spike", {"norm": entry.gradient_norm, "times": times}, words)
 
-    def _dump(self, why: str) -> tuple[str, list[Row]]:
+    def _dump(self, why: Event) -> tuple[Event | None, list[Row]]:
         self._n_dumps += 1
         if self._n_dumps > MAX_DUMPS:
-            return f"{why}; not written: {MAX_DUMPS} were", []
+            return why._replace(text=f"{why.text}; not written: {MAX_DUMPS} were"), []
         n_before = max(len(self._ring) - 1, 0)
         self._to_follow = self._follow_steps
-        return f"{why}; with {n_before} steps before it", self._take_all()
+        return why._replace(text=f"{why.text}; with {n_before} steps before it"), self._take_all()
 
     def _take_all(self) -> list[Row]:
         rows = [row for entry in self._ring for row in entry.rows()]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mxprobe.events import Event
 from mxprobe_kernels.corrections import quantize_operand
 from mxprobe_kernels.formats import Rule
 from mxprobe_kernels.recipe_grammar import NONE, Operand
@@ -171,11 +172,15 @@ def quantize(x: torch.Tensor, name: str) -> torch.Tensor:
     return x if operand.is_high_precision else quantize_operand(x, operand)
 
 
-def words_of(recipe: Recipe | None) -> str:
+def recipe_words(recipe: Recipe) -> str:
     """Say a recipe in one name, or in one for x and one for W."""
-    if recipe is None:
-        return NONE
     return recipe[0] if recipe[0] == recipe[1] else f"x {recipe[0]}, W {recipe[1]}"
+
+
+def recipe_event(place: tuple[str, str], recipe: Recipe, before: Recipe) -> Event:
+    """Return the event of a (module, phase) that has changed its recipe."""
+    data = {"phase": place[1], "recipe": recipe_words(recipe), "before": recipe_words(before)}
+    return Event("recipe", place[0], "changed", data)
 
 
 def _energy(x: torch.Tensor) -> torch.Tensor:

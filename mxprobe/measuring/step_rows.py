@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mxprobe.events import NONFINITE, Event
 from mxprobe.measuring.moe import behaviour
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
 from mxprobe.measuring.moe.routing import routing_row
@@ -14,45 +15,39 @@ from mxprobe.measuring.moe.spread import expert_rows
 from mxprobe.measuring.operands.block_statistics import block_row, transposition_row
 from mxprobe.measuring.operands.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe.measuring.operands.operand import (
-    IDENTITY_TOLERANCE,
     Measured,
     Row,
-    identity_error,
+    identity_event,
     measure_operand,
 )
 from mxprobe.measuring.operands.pieces import CPU_BATCH_ELEMENTS
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.stack import Stack
 from mxprobe.measuring.operands.whatif_scores import measure_corrections
-from mxprobe.measuring.recipes import Recipe, words_of
-from mxprobe.measuring.versions.weight_history import EVENT, WeightHistory
-from mxprobe.measuring.versions.weight_noise import EVENT as NOISE_EVENT
+from mxprobe.measuring.recipes import Recipe, recipe_event
+from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import Role
+from mxprobe.schema import Role, TableRow
 from mxprobe_kernels.formats import get_format
 from mxprobe_kernels.torch_backend import ErrorFields
-
-TableRow = tuple[str, Row]
 
 
 def measure_step(
     snapshots: Sequence[Snapshot | ExpertsSnapshot],
     config: AgentConfig,
     *,
-    step_base: int,
     recipes: dict[tuple[str, str], Recipe],
     history: WeightHistory,
-    told: dict[tuple[str, str, int], str] | None = None,
+    told: dict[tuple[str, str, int], Event] | None = None,
     swallow: Callable[[str, BaseException], None] | None = None,
 ) -> Iterator[TableRow]:
     """Yield (table, row) for the snapshots of one step, a few at a time, so that a caller who must stop can.
 
-    `step_base` is the number of steps the run had taken before attach; `recipes` holds the last exact recipe of
-    each (module, phase) and is updated; `history` holds the trainer's weights of earlier steps; `told` what was
-    told of each (module, phase, expert), and is updated; `swallow` takes what goes wrong in one snapshot, where the
-    others are to be measured still.
+    Steps count from attach. `recipes` holds the last exact recipe of each (module, phase) and is updated; `history`
+    holds the trainer's weights of earlier steps; `told` what was told of each (module, phase, expert), and is updated;
+    `swallow` takes what goes wrong in one snapshot, where the others are to be measured still.
     """
-    step = _Step(config, step_base, recipes, history, {} if told is None else told, {})
+    step = _Step(config, recipes, history, {} if told is None else told, {})
     for snapshot in snapshots:
         try:
             yield from step.rows(snapshot)
@@ -69,10 +64,9 @@ class _Step:
     """One call of `measure_step`, whose arguments it holds."""
 
     config: AgentConfig
-    step_base: int
     recipes: dict[tuple[str, str], Recipe]
     history: WeightHistory
-    told: dict[tuple[str, str, int], str]
+    told: dict[tuple[str, str, int], Event]
     waiting: dict[int, list[tuple[Row, Measured]]]
     """By length, operands whose corrections are scored together."""
 
@@ -81,14 +75,14 @@ class _Step:
         stack = snapshot.stack()
         if stack is None:
             return
-        when = snapshot.key(self.step_base)
+        when = snapshot.key()
         if stack.y is not None:
             yield from self._output_rows(when, snapshot, stack)
         if isinstance(snapshot, Snapshot) and snapshot.n_rows:
             yield from self._routing_rows(when, snapshot)
             noise = self.history.noise.of_linear(snapshot.module, snapshot.phase, self.history.change(snapshot))
-            if noise:
-                yield "events", _event(when, NOISE_EVENT, noise)
+            if noise is not None:
+                yield "events", noise.at(when)
         if snapshot.with_operands:
             yield from self._operand_rows(when, snapshot, stack)
 
@@ -98,24 +92,21 @@ class _Step:
         before = self.recipes.get(place)
         found = behaviour.layer_output(stack, before)
         recipe, exact = found.recipe, found.sums["exact"]
-        lag, news = 0 if exact else None, ""
+        lag, news = 0 if exact else None, None
         if isinstance(snapshot, Snapshot):
-            lag, news = self.history.judge(snapshot, recipe, exact=exact, step_base=self.step_base)
+            lag, news = self.history.judge(snapshot, recipe, exact=exact)
         how = {"recipe_x": recipe[0], "recipe_w": recipe[1], **found.sums, "weight_lag": lag}
         yield "outputs", {**when, **how, "sampled_frac": stack.x.sampled_frac, "n_rows": stack.n_rows}
         if found.is_known:
             self.recipes[place] = recipe
-            if before not in (None, recipe):
-                detail = f"{' '.join(place)} {words_of(recipe)}: it was {words_of(before)} before"
-                yield "events", _event(when, "recipe", detail)
-        if news:
-            yield "events", _event(when, EVENT, news)
-        for expert, what in behaviour.explained(stack, found.odd, recipe):
+            if before is not None and before != recipe:
+                yield "events", recipe_event(place, recipe, before).at(when)
+        if news is not None:
+            yield "events", news.at(when)
+        for expert, what in behaviour.explained(stack, found.odd, recipe, place):
             if self.told.get((*place, expert)) != what:
                 self.told[(*place, expert)] = what
-                others = f"the layer's other experts: {words_of(recipe)}"
-                detail = f"{place[0]} expert {expert} {place[1]}: {what}; {others}"
-                yield "events", _event(when, behaviour.EVENT, detail)
+                yield "events", what.at(when)
 
     def _routing_rows(self, when: Row, snapshot: Snapshot) -> Iterator[TableRow]:
         how = {"format": self.config.format, "rule": self.config.rule}
@@ -176,18 +167,14 @@ class _Step:
                 yield "whatif", {**key, **row}
 
 
-def _event(when: Row, kind: str, detail: str) -> Row:
-    return {"step": when["step"], "time_ns": when["time_ns"], "kind": kind, "detail": detail}
-
-
 def _findings(key: Row, measured: Measured, stack: Stack) -> Iterator[TableRow]:
-    row, place = measured.row, f"{key['module']} {key['role']}"
+    row = measured.row
     if row["n_nonfinite"]:
-        where = f"{row['n_nonfinite']} non-finite elements, {row['n_blocks_excluded']} blocks left out"
+        state, data = "elements", {"n": row["n_nonfinite"], "n_blocks": row["n_blocks_excluded"]}
         if stack.experts is not None:
             bad = [str(e) for e, n in zip(stack.experts.numbers, measured.per_expert["n_nonfinite"]) if n]
-            where = f"non-finite elements in expert {', '.join(bad)}"
-        yield "events", _event(key, "nonfinite", f"{place}: {where}")
-    if identity_error(row) > IDENTITY_TOLERANCE:
-        detail = f"{place}: components differ from their total by {identity_error(row):.1e} of it"
-        yield "events", _event(key, "identity", detail)
+            state, data = "experts", {"experts": ", ".join(bad)}
+        yield "events", Event(NONFINITE, key["module"], state, {"role": key["role"], **data}).at(key)
+    violated = identity_event(key, row)
+    if violated is not None:
+        yield "events", violated.at(key)

@@ -32,7 +32,7 @@ from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import Phase
+from mxprobe.schema import Phase, TableRow
 
 from .calibration import MAX_TOKENS, Batch, Inputs, calibration_files, read_inputs
 from .checkpoint import Checkpoint
@@ -41,8 +41,6 @@ from .settings import ScanSettings
 from .stored_weights import PROBED, Weight
 
 ARMS = ("q", "qstar", "qstar_dz")
-
-TableRow = tuple[str, "dict[str, Any]"]
 
 
 class Activations:
@@ -144,7 +142,7 @@ class Activations:
                 max_rows=config.max_rows,
             )
         if _drop_padding(snapshot, is_token):
-            yield from measure_step([snapshot], config, step_base=0, recipes=self._recipes, history=self._history)
+            yield from measure_step([snapshot], config, recipes=self._recipes, history=self._history)
 
     def _replay(self, batch: Batch, step: int) -> Iterator[TableRow]:
         config, model = self._config, self._built.model

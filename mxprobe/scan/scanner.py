@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mxprobe.errors import MxprobeError, UsageError
-from mxprobe.schema import Phase
+from mxprobe.events import Event, finished
+from mxprobe.schema import Phase, Row
 from mxprobe.trace import TraceWriter
 
 from .activations import Activations, prepare_activations
@@ -21,7 +22,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .resume import CALIBRATED, identity_of, interrupted, take_over
 from .settings import ScanSettings
 from .stored_weights import ALREADY_QUANTIZED, PROBED, Weight, find_weights, settings_of_quantization
-from .weight_error import Row, measure_weight
+from .weight_error import measure_weight
 
 
 @dataclass
@@ -144,11 +145,12 @@ def _calibrate(
         if step not in done:
             tables: dict[str, list[Row]] = {}
             for table, row in activations.measure(batch, step):
-                tables.setdefault(table, []).append(row)
+                tables.setdefault(table, []).append(finished(row))
             for table, rows in tables.items():
                 _append(writer, table, rows)
+            counts = {"n_sequences": len(batch.input_ids), "n_tokens": batch.n_tokens}
             said = f"{len(batch.input_ids)} sequences, {batch.n_tokens} tokens"
-            _append(writer, "events", [_event(CALIBRATED, said, step)])
+            _append(writer, "events", [_row_of(Event(CALIBRATED, "", "done", counts, said), step)])
         result.n_batches += 1
         on_progress(Progress("", result.n_bytes, result.n_bytes, step, len(batches)))
 
@@ -201,8 +203,8 @@ def _append(writer: TraceWriter, table: str, rows: Sequence[Row]) -> None:
 
 
 def _write_problems(writer: TraceWriter, problems: Sequence[str]) -> None:
-    _append(writer, "events", [_event("unreadable", problem) for problem in problems])
+    _append(writer, "events", [_row_of(Event("unreadable", text=problem)) for problem in problems])
 
 
-def _event(kind: str, detail: str, step: int = 0) -> Row:
-    return {"step": step, "time_ns": time.time_ns(), "kind": kind, "detail": detail}
+def _row_of(event: Event, step: int = 0) -> Row:
+    return {"step": step, "time_ns": time.time_ns(), **event.columns()}

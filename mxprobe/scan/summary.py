@@ -13,7 +13,7 @@ import pandas as pd
 
 from mxprobe.attribution import ratios
 from mxprobe.attribution.gaussian import gaussian_reference
-from mxprobe.attribution.sensitivity import is_valid, operand_sensitivity, validity
+from mxprobe.attribution.sensitivity_ranks import is_valid, operand_sensitivity, validity
 from mxprobe.attribution.tensor import judge_tensor
 from mxprobe.schema import Role
 from mxprobe.trace import Trace

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from mxprobe.schema import OUTPUT_SUMS, Role
+from mxprobe.schema import OUTPUT_SUMS, Role, Row
 from mxprobe_kernels import Decomposition, apply_correction, decompose, error_fields
 from mxprobe_kernels.formats import get_format
 
@@ -29,8 +28,6 @@ from .stored_weights import Weight
 SLAB_ELEMENTS = 1 << 23
 MAX_SAMPLED_EXPERTS = 8
 MIN_SAMPLED_LINES = 8
-
-Row = dict[str, Any]
 
 
 @dataclass

@@ -17,6 +17,8 @@ import pyarrow as pa
 from mxprobe.errors import TraceError
 from mxprobe.schema import SPAN, TABLES, THINNED
 
+from .event_facts import with_facts
+
 _SCALARS: dict[str, Callable[[], Any]] = {
     "int64": pa.int64,
     "int32": pa.int32,
@@ -136,7 +138,8 @@ def conform(data: Any, table: str, columns: Collection[str] | None = None) -> An
                 cause="the file was written by something else than mxprobe",
                 remedy="read the Parquet files directly, or make the trace again",
             ) from None
-    return pa.table(arrays, schema=schema)
+    whole = pa.table(arrays, schema=schema)
+    return with_facts(whole) if table == "events" else whole
 
 
 def gathered(items: Iterable[Any]) -> Iterator[list[Any]]:

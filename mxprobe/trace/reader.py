@@ -28,7 +28,7 @@ from .thinning import Windows
 def open_trace(path: Path | str, *, engine: str = "arrow") -> "Trace":
     """Open the trace directory at `path`, or at a URL that fsspec knows (`s3://...`). Tables are read on first use.
 
-    `engine` is what large tables are summed with: see `mxprobe.trace.summing.ENGINES`.
+    `engine` is what large tables are summed with: see `mxprobe.schema.ENGINES`.
 
     Raises:
         TraceError: no such directory, not a trace, one that only a newer mxprobe can read, or a store out of reach.

@@ -5,11 +5,10 @@ from pathlib import Path
 import pandas as pd
 
 from mxprobe.errors import UsageError
+from mxprobe.schema import ENGINES
 
 from .aggregation import Aggregation, combined, framed, partial_of
 from .sources import sources
-
-ENGINES = ("arrow", "duckdb", "ray")
 
 
 def aggregate(directory: Path, aggregation: Aggregation, engine: str = "arrow") -> pd.DataFrame:

@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mxprobe.attribution.experts import Mixture, Standout
+from mxprobe.attribution.mixture import Mixture, Standout
 from mxprobe.attribution.words import ROLE_LABELS
 from mxprobe.numbers import NOTHING, number, percent
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mxprobe.attribution.gradients import MAX_SAMPLING_NOISE, MIN_HALF_COSINE, gradient_ratios
+from mxprobe.attribution.gradient_ratios import MAX_SAMPLING_NOISE, MIN_HALF_COSINE, gradient_ratios
 from mxprobe.plain_data import plain_data
+from mxprobe.schema import COMPONENTS
 
 from .rows import Rows
 
-COMPONENTS = ("total", "scale", "deadzone", "grid")
 GEMM = "wgrad"
 _KEYS = ("module", "gemm", "component")
 _SUMS = ("ref2", "err2", "ref_err", "half_a2", "half_b2", "half_ab")

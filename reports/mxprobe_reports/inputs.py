@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from mxprobe.attribution import Recommendation
-from mxprobe.attribution.experts import Mixture
+from mxprobe.attribution.mixture import Mixture
 from mxprobe.trace import Trace
 from mxprobe.trace.chunks import count_rows, step_ranges
 

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from mxprobe.attribution.rollouts import of_one_source
+from mxprobe.attribution.token_mismatch import of_one_source
 from mxprobe.numbers import number, percent
 
 from .rendering import render

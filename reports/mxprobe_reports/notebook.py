@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import escape
 
-from mxprobe.attribution.identity import PLACED
+from mxprobe.attribution.rank_copies import PLACED
 from mxprobe.attribution.ratios import ADDITIVE, mismatch_by_step, output_ratios, totals
 from mxprobe.attribution.words import ROLE_LABELS
 from mxprobe.schema import Role

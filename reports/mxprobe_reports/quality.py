@@ -3,7 +3,9 @@
 import pandas as pd
 from markupsafe import Markup
 
+from mxprobe.events import RANK_LOST
 from mxprobe.numbers import NOTHING, percent
+from mxprobe.trace.event_facts import events_of
 
 from . import ranks
 from .inputs import Inputs
@@ -34,8 +36,7 @@ def problems(inputs: Inputs, operands: Operands) -> list[str]:
     found += _non_finite(operands)
     found += ranks.sentences(inputs, operands)
     if not inputs.events.empty:
-        lost = inputs.events.loc[inputs.events["kind"] == "rank_lost", "detail"]
-        found += [f"Lost: {words}." for words in lost.astype(str)]
+        found += [f"Lost: {event.words}." for _, event in events_of(inputs.events, RANK_LOST)]
     if not inputs.events.empty and (inputs.events["kind"] == "eager").any():
         found.append(
             "Probed steps ran the compiled model eagerly (--eager-probe-steps): the run is not bit for bit what it "

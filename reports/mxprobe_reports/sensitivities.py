@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from mxprobe.attribution.sensitivity import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
+from mxprobe.attribution.sensitivity_ranks import MIN_MICROBATCHES, is_valid, operand_sensitivity, validity
 from mxprobe.trace.column_arrays import Array
 
 from .operands import Operands

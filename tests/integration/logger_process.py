@@ -132,7 +132,7 @@ def main() -> None:
     taps = SignalTaps(
         rows.extend,
         lambda where, error: errors.append(f"{where}: {error!r}"),
-        lambda kind, detail: events.append(detail),
+        lambda event: events.append(event.words),
     )
     before = [vars(owner)[name] for owner, name in tapped]
     log({"reward": 0.125, "entropy": 3.5}, 1)

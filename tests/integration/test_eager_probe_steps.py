@@ -110,7 +110,7 @@ def test_modules_of_a_compiled_model(tmp_path: Path, eager: bool, in_place: bool
 def test_a_stance_of_the_users_comes_back() -> None:
     model, told = Compiled(in_place=False), list[str]()
     guard = Guard(3, lambda where, detail: told.append(detail), lambda: None)
-    steps = EagerSteps(True, Clock(), guard, lambda kind, detail: told.append(detail))
+    steps = EagerSteps(True, Clock(), guard, lambda event: told.append(event.words))
     steps.watch([model.net])
     with torch.compiler.set_stance("force_eager"):
         steps.enter()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mxprobe.attribution.held import WRONG, HeldVersion, held_versions
+from mxprobe.attribution.held_versions import WRONG, HeldVersion, held_versions
 from mxprobe.trace import open_trace
 from tests.attach_targets import mxprobe, until
 

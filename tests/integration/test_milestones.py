@@ -91,7 +91,7 @@ def test_a_checkpoint_of_the_trainer_is_one_event(tmp_path: Path):
     errors: list[str] = []
     stones = Milestones(
         Guard(9, lambda where, detail: errors.append(f"{where}: {detail}"), lambda: None),
-        lambda kind, detail: events.append((kind, detail)),
+        lambda event: events.append((event.kind, event.words)),
         lambda: optimizers[-1],
     )
     optimizers: list[Any] = []

@@ -14,7 +14,7 @@ import torch
 
 from mxprobe.agent import worker
 from mxprobe.agent.probes.stream_probe import StreamTap
-from mxprobe.attribution.layers import Divergence, first_divergence
+from mxprobe.attribution.layer_divergence import Divergence, first_divergence
 from tests.standin_controller import StandinController, agent_thread, controlled, wait_for
 
 job = pytest.importorskip("mxprobe.demo.job")

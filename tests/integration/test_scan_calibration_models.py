@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import mxprobe
 from mxprobe.attribution import recommend
-from mxprobe.attribution.sensitivity import operand_sensitivity
+from mxprobe.attribution.sensitivity_ranks import operand_sensitivity
 from mxprobe.cli import main
 from mxprobe.errors import MxprobeError, TraceError, UsageError
 from mxprobe.scan.scanner import Progress, scan

@@ -50,7 +50,7 @@ class Attached(transformers.TrainerCallback):
         self.taps = SignalTaps(
             self.rows.extend,
             lambda where, error: self.errors.append(f"{where}: {error!r}"),
-            lambda kind, detail: self.events.append(detail),
+            lambda event: self.events.append(event.words),
         )
         self.before: dict[str, object] = {}
         self.during: dict[str, object] = {}

@@ -33,7 +33,7 @@ class Run:
             self.schedule.plan(self.clock, busy=left > 0, affordable=affordable)
             if self.clock.probed:
                 self.probes.append(self.clock.step)
-                self.told += self.budget.begin_probe()
+                self.told += [event.words for event in self.budget.begin_probe()]
                 left = self.busy + 1
             hook_ns = int(self.probe_ns * self.budget.share) if self.clock.probed else 0
             measuring = left > 0

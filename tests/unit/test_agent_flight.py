@@ -39,7 +39,7 @@ class Recorded:
     def entry(self) -> Entry:
         norms = self.taps.take(step=1)
         assert not self.errors
-        return Entry.read(norms, step_base=0)
+        return Entry.read(norms)
 
 
 @pytest.mark.parametrize("how", ["", "reentrant", "plain"])

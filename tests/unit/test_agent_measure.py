@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
+from mxprobe.events import finished
 from mxprobe.measuring.adapters.placement import Placement, Shard
 from mxprobe.measuring.operands.copying import choose_rows
 from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, identity_error
@@ -54,10 +55,8 @@ def snapshot(*, bias: bool = False, max_features: int = 4096, rows: int = ROWS, 
 
 def measure(snapshot: Snapshot, **config: Any) -> dict[str, list[dict[str, Any]]]:
     tables: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_step(
-        [snapshot], AgentConfig(**config), step_base=100, recipes={}, history=WeightHistory()
-    ):
-        tables.setdefault(table, []).append(row)
+    for table, row in measure_step([snapshot], AgentConfig(**config), recipes={}, history=WeightHistory()):
+        tables.setdefault(table, []).append(finished(row, 100))
     return tables
 
 
@@ -145,7 +144,7 @@ def test_non_finite_values_are_an_event():
 
 def test_the_last_exact_recipe_is_remembered():
     recipes: dict[tuple[str, str], tuple[str, str]] = {}
-    list(measure_step([snapshot()], AgentConfig(), step_base=0, recipes=recipes, history=WeightHistory()))
+    list(measure_step([snapshot()], AgentConfig(), recipes=recipes, history=WeightHistory()))
     assert recipes == {("layers.0.up", "train"): ("none", "none")}
 
 

@@ -72,7 +72,7 @@ def test_modules_take_turns_within_the_limit_and_that_is_told():
     told: list[str] = []
     made = probes(6, [])
     one = made[0].sample_bytes
-    memory = DeviceMemory(0, lambda kind, detail: told.append(f"{kind}: {detail}"))
+    memory = DeviceMemory(0, lambda event: told.append(f"{event.kind}: {event.words}"))
     memory.limit = 2 * one + 1
     seen: list[str] = []
     for step in range(3):
@@ -103,7 +103,7 @@ def test_a_module_that_does_not_fit_is_measured_on_fewer_rows_and_features():
 def test_on_a_gpu_no_module_takes_more_than_there_is():
     told: list[str] = []
     (probe,) = probes(1, [])
-    memory = DeviceMemory(0, lambda kind, detail: told.append(detail))
+    memory = DeviceMemory(0, lambda event: told.append(event.words))
     memory.device, memory.limit = "cuda", (probe.sample_bytes + probe.working_bytes) * 3 // 4
     assert memory.choose([probe], 1.0) == [probe]
     assert probe.sample_bytes + probe.working_bytes <= memory.limit
@@ -165,7 +165,7 @@ def test_measuring_takes_no_more_than_foreseen(
     assert one.single(one.x).shape[0] == 64
     with torch.no_grad(), LiveBytes() as live:
         config = AgentConfig(whatifs=(*DEFAULT_WHATIFS, "hif4", "mxfp4_4over6"))
-        n = sum(1 for _ in measure_step(sent, config, step_base=0, recipes={}, history=WeightHistory()))
+        n = sum(1 for _ in measure_step(sent, config, recipes={}, history=WeightHistory()))
     assert n > 50
     batch = BYTES_OF_BATCH * (extent.DEVICE_BATCH_ELEMENTS - pieces.DEVICE_BATCH_ELEMENTS)
     foreseen = probe.working_bytes - batch

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizer_hooks
 
-from mxprobe.attribution.noise import weight_changes
+from mxprobe.attribution.weight_changes import weight_changes
 from mxprobe.emulation.aqn import NoiseSchedule, QuantizationNoise
+from mxprobe.events import WEIGHT_NOISE, Event
 from mxprobe.measuring.versions.weight_noise import change
 from tests.standin_controller import StandinController, agent_thread, controlled, wait_for
 
@@ -157,18 +158,14 @@ def test_the_size_and_the_kind_of_a_change(shape: tuple[int, int]) -> None:
 
 
 def test_what_has_ended_is_not_told_of_a_trace() -> None:
-    events = pd.DataFrame(
-        {
-            "kind": ["weight_noise"] * 4 + ["recipe"],
-            "detail": [
-                "layers.0 rollout: weights differ from the trainer's own by noise of relative rms 0.01",
-                "norms rollout: the weights of 2 of 2 norms differ from the trainer's own by noise",
-                "layers.0 rollout: the trainer's own weights again",
-                "layers.1 eval: weights differ from the trainer's own by noise of relative rms 0.03",
-                "layers.1 eval mxfp4: it was in high precision before",
-            ],
-        }
-    )
+    told = [
+        Event(WEIGHT_NOISE, "layers.0", "noise", {"phase": "rollout", "sigma": 0.01}),
+        Event(WEIGHT_NOISE, "norms", "norms_noise", {"phase": "rollout", "n_changed": 2, "n_norms": 2, "sigma": 0.1}),
+        Event(WEIGHT_NOISE, "layers.0", "own", {"phase": "rollout"}),
+        Event(WEIGHT_NOISE, "layers.1", "noise", {"phase": "eval", "sigma": 0.03}),
+        Event("recipe", "layers.1", "changed", {"phase": "eval", "recipe": "mxfp4", "before": "none"}),
+    ]
+    events = pd.DataFrame([{"step": 1, **event.columns()} for event in told])
     assert list(weight_changes(events, "rollout")) == ["norms"]
     assert weight_changes(events, "eval")["layers.1"].endswith("relative rms 0.03")
     assert weight_changes(events, "train") == {}

@@ -9,6 +9,7 @@ from mxprobe.agent.guard import Guard
 from mxprobe.agent.recorder import Recorder
 from mxprobe.agent.transport import Transport
 from mxprobe.agent.worker import Worker
+from mxprobe.events import Event
 
 
 class Kept:
@@ -38,7 +39,7 @@ def test_jobs_behind_a_long_one_are_done_when_it_has_to_stop() -> None:
     worker.put(long_job)
     assert begun.wait(60)
     for step in range(3):
-        row = {"step": step, "time_ns": 0, "kind": "test", "detail": ""}
+        row = Event("test").at({"step": step, "time_ns": 0})
         worker.put_quietly(lambda row=row: recorder.add("events", row))
     assert not worker.drain(0.0)
     threading.Timer(0.1, go.set).start()

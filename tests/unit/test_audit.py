@@ -41,7 +41,10 @@ def slugs(result: Audit) -> list[str]:
 
 
 def test_non_finite_values_are_told_with_the_first_place(tmp_path: Path):
-    told = [(30, "nonfinite", "up_proj x_fwd: 3 non-finite"), (20, "nonfinite", "down_proj g_dgrad: 1 non-finite")]
+    told = [
+        (30, "nonfinite", "up_proj x_fwd: 3 non-finite elements, 1 blocks left out"),
+        (20, "nonfinite", "down_proj g_dgrad: 1 non-finite elements, 1 blocks left out"),
+    ]
     (finding,) = audit(open_trace(write(tmp_path / "t", both(), told))).findings
     assert finding.pitfall is PITFALLS["nonfinite"]
     assert finding.modules == ("down_proj", "up_proj")

@@ -12,8 +12,8 @@ import pytest
 from mxprobe.attribution import Thresholds, recommend
 from mxprobe.attribution.decision import Decision, Reason, decide
 from mxprobe.attribution.measured import Measured, measure
-from mxprobe.attribution.rollouts import SUMS, Behind, LogProbs, Sides, behind_words, log_probs_of, modules_behind
 from mxprobe.attribution.sentences import headline, what_would_change
+from mxprobe.attribution.token_mismatch import SUMS, Behind, LogProbs, Sides, behind_words, log_probs_of, modules_behind
 from mxprobe.schema import Verdict
 from mxprobe.trace import TraceWriter, open_trace
 from tests.synthetic import HEALTHY, OUTLIERS, write_trace
@@ -83,7 +83,9 @@ def test_with_log_probabilities_the_layers_alone_make_no_symptom(traces: dict[st
     assert judged(traces["outliers"], Sides(log_probs(n, 0.5)))[0].verdict is Verdict.ENABLE
     decision, measured = judged(traces["outliers"], Sides(log_probs(n, 1e-4)))
     assert decision.verdict is Verdict.NONE_NEEDED
-    assert "|log-probability difference| above 0.003 nats (now 0.0001)" in what_would_change(decision, measured, QUICK)
+    assert "|log-probability difference| above 0.003 nats (now 1.0×10⁻⁴)" in what_would_change(
+        decision, measured, QUICK
+    )
 
 
 def test_equal_layers_and_unequal_probabilities_are_not_explained(traces: dict[str, Path]):

@@ -12,6 +12,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.probes.module_probe import ModuleProbe
 from mxprobe.agent.recorder import to_columns
+from mxprobe.events import finished
 from mxprobe.measuring.operands.bare_weights import copy_weights
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.step_rows import measure_step
@@ -38,8 +39,8 @@ def test_both_roles_of_w_have_its_own_sums_and_a_product_of_nothing():
     with torch.no_grad():
         module.weight.zero_()  # the run goes on
     found: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_step([snapshot], CONFIG, step_base=100, recipes={}, history=WeightHistory()):
-        found.setdefault(table, []).append(row)
+    for table, row in measure_step([snapshot], CONFIG, recipes={}, history=WeightHistory()):
+        found.setdefault(table, []).append(finished(row, 100))
     for table, rows in found.items():
         to_columns(table, rows)  # has every column
     assert set(found) == {"tensors", "blocks", "whatif"}

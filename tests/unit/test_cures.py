@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mxprobe.attribution import Thresholds
-from mxprobe.attribution.corrections import is_cured
+from mxprobe.attribution.correction_scores import is_cured
 from mxprobe.attribution.symptom import Mismatch
 
 

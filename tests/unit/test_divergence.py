@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxprobe.attribution.layers import first_divergence as first_of_frame
-from mxprobe.attribution.rollouts import LogProbs, measured_floor
+from mxprobe.attribution.layer_divergence import first_divergence as first_of_frame
+from mxprobe.attribution.token_mismatch import LogProbs, measured_floor
 from mxprobe.divergence import first_divergence, load, sketch
 from mxprobe.errors import UsageError
 from mxprobe.measuring.recipes import quantize

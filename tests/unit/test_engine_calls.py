@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from mxprobe.attribution.held import held_versions
+from mxprobe.attribution.held_versions import held_versions
 from mxprobe.cli import main
 from mxprobe.engines import SOURCE, held_weights, prompt_log_probs, record_log_probs, record_weights
 from mxprobe.errors import UsageError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mxprobe.attribution.held import HeldVersion, held_versions
+from mxprobe.attribution.held_versions import HeldVersion, held_versions
 from mxprobe.audit import audit
 from mxprobe.engines import held_weights, record_weights
 from mxprobe.measuring.engines import hashed_stacks
@@ -93,7 +93,7 @@ def trained(storage: Storage, steps: tuple[int, ...], ffn: int = HIDDEN, first: 
         for layer in range(LAYERS):
             module = Fused(matrices(step, layer, ffn), storage)
             for stack in copy_stacks(step, f"layers.{layer}.mlp.experts", module, first):
-                rows += stack.table_rows(0)
+                rows += stack.table_rows()
     return rows
 
 
@@ -260,7 +260,7 @@ def test_experts_of_several_ranks_are_called_by_their_numbers_in_the_whole_model
             every, name = matrices(step, layer), f"layers.{layer}.mlp.experts"
             for first, own in ((0, every[:3]), (2, every[2:])):
                 for stack in copy_stacks(step, name, Fused(own, QWEN), first):
-                    rows += stack.table_rows(0)
+                    rows += stack.table_rows()
     held = [matrices(NOW, layer) for layer in range(LAYERS)]
     held[1][2] = matrices(LATE, 1)[2]
     models = [engine(METHODS[method](), held) for _ in range(2)]

@@ -14,7 +14,7 @@ from torch import nn
 
 from mxprobe.agent.parts import sync
 from mxprobe.agent.parts.sync import WeightSync
-from mxprobe.attribution.held import HeldVersion, held_versions
+from mxprobe.attribution.held_versions import HeldVersion, held_versions
 from mxprobe.audit import audit
 from mxprobe.measuring.engines.fingerprints import (
     engine_rows,

@@ -21,7 +21,6 @@ from mxprobe.attribution.exclusion import (
     MXFP8,
     OUTPUT_ERROR,
     exclusion_curve,
-    exclusion_frame,
     knee_of,
 )
 from mxprobe.attribution.patterns import exact_patterns
@@ -56,11 +55,10 @@ def test_modules_are_kept_by_what_they_buy_per_flop():
     kl = {"a.up": 8.0, "b.up": 4.0, "c.up": 0.5, "d.up": 0.5}
     curve = exclusion_curve(sensitivity(kl), modules({"a.up": 8.0, "b.up": 1.0, "c.up": 1.0, "d.up": 10.0}))
     assert curve is not None
-    frame = exclusion_frame(curve)
-    assert frame["module"].tolist() == ["", "b.up", "a.up", "c.up", "d.up"]
-    assert frame["flops_frac"].tolist() == pytest.approx([0.0, 0.05, 0.45, 0.5, 1.0])
-    assert frame["predicted_kl"].tolist() == pytest.approx([13.0, 9.0, 1.0, 0.5, 0.0])
-    assert frame.loc[frame["is_knee"], "k"].tolist() == [2]
+    assert [point.module for point in curve.points] == ["", "b.up", "a.up", "c.up", "d.up"]
+    assert [point.flops_frac for point in curve.points] == pytest.approx([0.0, 0.05, 0.45, 0.5, 1.0])
+    assert [point.predicted_kl for point in curve.points] == pytest.approx([13.0, 9.0, 1.0, 0.5, 0.0])
+    assert curve.knee == 2
     assert curve.kept == ("b.up", "a.up")
     assert curve.n_microbatches == 8
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
-from mxprobe.attribution.gradients import gradient_ratios
+from mxprobe.attribution.gradient_ratios import gradient_ratios
 from mxprobe.measuring.operands.gradient_error import DGRAD, WGRAD, gradient_error
 from mxprobe_kernels import error_fields
 from tests import small_lm

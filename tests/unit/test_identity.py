@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from torch import nn
 
-from mxprobe.attribution.identity import distinct
+from mxprobe.attribution.rank_copies import distinct
 from mxprobe.attribution.ratios import sums_of, totals
 from mxprobe.checks.measures import OperandMeasures
 from mxprobe.measuring.adapters.module_names import named_modules

@@ -24,7 +24,8 @@ from mxprobe.agent.probes.expert_versions import watched_features
 from mxprobe.agent.probes.experts_probe import ExpertsProbe
 from mxprobe.agent.probes.gemm_watch import GemmWatch
 from mxprobe.agent.recorder import to_columns
-from mxprobe.audit.pitfalls import find_pitfalls
+from mxprobe.audit.searches import find_pitfalls
+from mxprobe.events import EXPERTS, Event, finished
 from mxprobe.measuring.adapters.expert_structure import expert_parameters
 from mxprobe.measuring.moe import expert_snapshot as snapshot
 from mxprobe.measuring.moe.expert_snapshot import ExpertsSnapshot
@@ -75,8 +76,8 @@ class Watched:
 
 def rows_of(each: ExpertsSnapshot, config: AgentConfig = CONFIG) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_step([each], config, step_base=0, recipes={}, history=WeightHistory()):
-        found.setdefault(table, []).append(row)
+    for table, row in measure_step([each], config, recipes={}, history=WeightHistory()):
+        found.setdefault(table, []).append(finished(row))
     for table, rows in found.items():
         to_columns(table, rows)  # has every column
     return found
@@ -255,9 +256,9 @@ def test_an_expert_that_another_kernel_transposes_is_named(implementation: str):
     sent = watched.end()
     state: dict[str, Any] = {"recipes": {}, "history": WeightHistory(), "told": {}}
     told = [
-        row["detail"]
+        row["event"].words
         for phase in ("eval", "train")
-        for table, row in measure_step([sent["down_proj", phase]], CONFIG, step_base=0, **state)
+        for table, row in measure_step([sent["down_proj", phase]], CONFIG, **state)
         if table == "events"
     ]
     assert told == [
@@ -491,8 +492,8 @@ def test_a_fused_inference_path_below_is_left_on():
 
 def test_an_expert_that_differs_is_a_finding_of_the_audit():
     what = "computes with the transpose of its weights; the layer's other experts: none"
-    detail = f"layers.7.mlp.experts.down_proj expert 2 rollout: {what}"
-    events = pd.DataFrame({"step": [1], "time_ns": [1], "kind": ["experts"], "detail": [detail]})
-    (found,) = find_pitfalls([], events)
+    facts = {"expert": 2, "phase": "rollout", "layer_recipe": "none"}
+    event = Event(EXPERTS, "layers.7.mlp.experts.down_proj", "transposed", facts)
+    (found,) = find_pitfalls([], pd.DataFrame([{"step": 1, **event.columns()}]))
     assert (found.pitfall.slug, found.modules) == ("expert_differs", ("layers.7.mlp.experts.down_proj",))
     assert found.detail == f"expert 2 rollout: {what}"

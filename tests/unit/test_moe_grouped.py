@@ -58,7 +58,7 @@ class Watched:
 
 def rows(each: ExpertsSnapshot) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for table, row in measure_step([each], AgentConfig(experts=-1), step_base=0, recipes={}, history=WeightHistory()):
+    for table, row in measure_step([each], AgentConfig(experts=-1), recipes={}, history=WeightHistory()):
         found.setdefault(table, []).append(row)
     return found
 

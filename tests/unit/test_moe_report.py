@@ -13,7 +13,7 @@ import torch
 
 from mxprobe.agent.module_rows import NOT_REPLAYED
 from mxprobe.agent.recorder import to_columns
-from mxprobe.attribution.experts import Mixture, Standout
+from mxprobe.attribution.mixture import Mixture, Standout
 from mxprobe.protocol import AgentConfig
 from mxprobe.trace import TraceWriter, open_trace
 from mxprobe.trace.arrow import columns_of

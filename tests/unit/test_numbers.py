@@ -60,6 +60,7 @@ def test_percent(value: float | None, text: str) -> None:
 
 def test_whole_percent_fixed_and_intervals() -> None:
     assert [numbers.whole_percent(x) for x in (0.93, -0.125, math.nan, None)] == ["93 %", "−13 %", "–", "–"]
+    assert (numbers.whole_percent(-0.001), numbers.fixed(-0.004)) == ("0 %", "0.00")  # no minus before a zero
     assert [numbers.fixed(x) for x in (-0.125, 2.0, math.inf)] == ["−0.13", "2.00", "–"]
     assert numbers.interval(0.71, 0.64, 0.77, numbers.fixed) == "0.71 [0.64, 0.77]"
     assert numbers.interval(0.71, -math.inf, math.inf) == "0.710"

@@ -11,8 +11,9 @@ from torch import nn
 
 from mxprobe.agent import session
 from mxprobe.agent.context import Context
-from mxprobe.agent.part import Job, Part, TableRow
+from mxprobe.agent.part import Job, Part
 from mxprobe.agent.parts import all_parts
+from mxprobe.schema import TableRow
 from tests.standin_controller import controlled, wait_for
 from tests.watched_run import Run, agent_beside, errors_told, fingerprint_alone, what_is_left
 

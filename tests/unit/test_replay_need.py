@@ -81,7 +81,7 @@ def replayed(
         rows = replays.run()
         made = made or rows is not None
         if rows is not None:
-            rows(0)
+            rows()
         clock.next()
     return told.details + told.errors, memory, made
 

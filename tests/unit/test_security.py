@@ -192,6 +192,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 # Columns that may hold text, and what writes it. No text of the run's data may get into any of them.
 TEXT = {
+    "data": "events: JSON of numbers, slugs, names of modules and of files",
     "detail": "events: our own words, an exception's message, file names, a recipe",
     "reason": "modules: our own words",
 }
@@ -209,8 +210,8 @@ NAMES = {
         "layout",
         "measure",
     ),
-    *("method", "metric", "phase", "placement", "recipe_w", "recipe_x", "role", "rule", "status", "stratum"),
-    *("class_name", "dtype", "framework", "layer", "module", "name", "raw_key", "source"),
+    *("method", "metric", "phase", "placement", "recipe_w", "recipe_x", "role", "rule", "state", "status", "stratum"),
+    *("class_name", "dtype", "framework", "layer", "module", "name", "raw_key", "source", "subject"),
 }
 # Lists: of fixed length, or of numbers of features, of hashes and of a shape.
 LISTS = {"delta_hist", "code_hist", "features", "hashes", "shape"}

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mxprobe.attribution.sensitivity import operand_sensitivity, validity
+from mxprobe.attribution.sensitivity_ranks import operand_sensitivity, validity
 
 
 def rows(delta2: dict[str, list[float]], *, n_tokens: float = 100.0) -> pd.DataFrame:

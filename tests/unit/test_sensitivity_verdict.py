@@ -10,7 +10,7 @@ import pytest
 
 from mxprobe.attribution.component import OperandErrors, groups, name_component, operand_errors, where
 from mxprobe.attribution.measured import OperandSums, measure
-from mxprobe.attribution.sensitivity import MIN_MICROBATCHES
+from mxprobe.attribution.sensitivity_ranks import MIN_MICROBATCHES
 from mxprobe.attribution.thresholds import Thresholds
 from mxprobe.schema import TABLES, Component, Phase, Role
 from mxprobe.trace import TraceWriter, open_trace

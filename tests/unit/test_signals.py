@@ -21,6 +21,7 @@ from mxprobe.agent.taps.scalars import scalar
 from mxprobe.agent.taps.signal_taps import NO_STEP, SignalTaps
 from mxprobe.agent.taps.splicing import TapNotApplicableError, splice
 from mxprobe.agent.taps.tap_table import FRAMEWORK_PACKAGES, TAPS, Tap
+from mxprobe.events import Event
 from tests import standin_sinks
 from tests.standin_sinks import WandbRun
 
@@ -37,7 +38,7 @@ class Heard:
         self.rows: list[dict[str, Any]] = []
         self.events: list[str] = []
         self.errors: list[tuple[str, BaseException]] = []
-        self.taps = SignalTaps(self.rows.extend, self._on_error, lambda kind, detail: self.events.append(detail))
+        self.taps = SignalTaps(self.rows.extend, self._on_error, lambda event: self.events.append(event.words))
 
     def _on_error(self, where: str, error: BaseException) -> None:
         self.errors.append((where, error))
@@ -417,8 +418,8 @@ def test_an_error_that_ends_the_session_ends_the_wrapping(monkeypatch: pytest.Mo
     vars(bad)["Tracking"] = type("Tracking", (), {"log": lambda self, data, step: None})
     standin_sinks.install(monkeypatch, {"verl.utils.tracking": bad, **standin_sinks.wandb(run)})
 
-    def on_event(kind: str, detail: str) -> None:
-        if detail.startswith("verl"):
+    def on_event(event: Event) -> None:
+        if event.subject.startswith("verl"):
             raise RuntimeError("no room")
 
     ended: list[BaseException] = []

@@ -18,7 +18,7 @@ class Told:
     def __init__(self) -> None:
         self.answers: list[dict[str, Any]] = []
         self.events: list[tuple[str, str]] = []
-        self.switch = RecipeSwitch(self.answers.append, lambda kind, detail: self.events.append((kind, detail)))
+        self.switch = RecipeSwitch(self.answers.append, lambda event: self.events.append((event.kind, event.words)))
 
     def ask(self, line: str, *, at_step: int = 0, step: int = 5, is_trainer: bool = True) -> None:
         self.switch.ask(Request(len(self.answers) + 1, line, at_step), step=step, is_trainer=is_trainer)

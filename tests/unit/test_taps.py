@@ -28,7 +28,7 @@ class Process:
         self._monkeypatch = monkeypatch
         self._rows: list[dict[str, Any]] = []
         self.events: list[str] = []
-        self.taps = SignalTaps(self._rows.extend, self._fail, lambda kind, detail: self.events.append(detail))
+        self.taps = SignalTaps(self._rows.extend, self._fail, lambda event: self.events.append(event.words))
         self.run = WandbRun()
 
     def _fail(self, where: str, error: BaseException) -> None:

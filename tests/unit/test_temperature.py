@@ -15,7 +15,6 @@ from mxprobe.attribution.temperature import (
     NO_SPREAD,
     NO_TOKENS,
     effective_temperature,
-    effective_temperatures,
 )
 from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows
 
@@ -91,16 +90,3 @@ def test_what_withholds_it():
     assert effective_temperature(rows.assign(sum_u=None, sum_u2=None, sum_u_d=None)).withheld == NO_ENTROPIES
     assert effective_temperature(rows.assign(sum_u=0.0, sum_u2=0.0, sum_u_d=0.0)).withheld == NO_SPREAD
     assert effective_temperature(rows.iloc[:0]).withheld == NO_TOKENS
-
-
-def test_the_derived_column_by_step_and_stratum():
-    rows = frame(temperature=1.25)
-    by_step = effective_temperatures(rows[rows["stratum"] == "all"])
-    assert by_step["effective_temperature"].to_numpy() == pytest.approx(1.25, abs=0.05)
-    assert (by_step["withheld"] == "").all()
-    quarters = effective_temperatures(rows, ("stratum",)).set_index("stratum")
-    assert quarters.loc["entropy_q4", "effective_temperature"] == pytest.approx(1.25, abs=0.05)
-    rows.loc[rows["stratum"] == "entropy_q1", "sum_u_d"] = np.nan
-    missing = effective_temperatures(rows[rows["stratum"] == "entropy_q1"], ("stratum",)).iloc[0]
-    assert np.isnan(missing["effective_temperature"])
-    assert missing["withheld"] == NO_ENTROPIES

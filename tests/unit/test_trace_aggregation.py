@@ -12,9 +12,9 @@ import pytest
 
 from mxprobe.attribution import recommend
 from mxprobe.errors import UsageError
+from mxprobe.schema import ENGINES
 from mxprobe.trace import TraceWriter, open_trace
 from mxprobe.trace.aggregation import BIN, COUNT, Aggregation
-from mxprobe.trace.summing import ENGINES
 from tests import synthetic
 
 BY_BIN = Aggregation(

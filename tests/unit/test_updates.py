@@ -13,7 +13,7 @@ from torch import nn
 
 import mxprobe_kernels
 from mxprobe.agent.parts.versions import Versions
-from mxprobe.attribution.updates import update_ratios, update_visibility
+from mxprobe.attribution.update_visibility import update_ratios, update_visibility
 from mxprobe.attribution.words import update_words
 from mxprobe.measuring.versions.weight_updates import near_boundary, update_row
 from mxprobe.schema import TABLES

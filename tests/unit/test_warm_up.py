@@ -12,7 +12,7 @@ from torch import nn
 
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts import warm_up
-from mxprobe.agent.parts.warm_up import EVENT, WarmUp
+from mxprobe.agent.parts.warm_up import WarmUp
 from mxprobe.agent.worker import Worker
 from mxprobe.protocol import AgentConfig
 from tests.standin_controller import agent_thread, controlled, wait_for
@@ -34,7 +34,7 @@ def test_the_worker_is_busy_until_all_was_measured_once():
     config = AgentConfig(whatifs=("of:0.5", "nvfp4"))
     worker = Worker(Rows(), Guard(1, lambda *_: None, lambda: None))  # type: ignore[arg-type]
     worker.start()
-    warming = WarmUp(worker, config, lambda kind, detail: told.append((kind, detail)))
+    warming = WarmUp(worker, config, lambda event: told.append((event.kind, event.words)))
     gate = threading.Event()
     worker.put(lambda: waits(gate))
     warming.compile_for(torch.device("cpu"), torch.bfloat16)
@@ -43,7 +43,7 @@ def test_the_worker_is_busy_until_all_was_measured_once():
     assert worker.drain(60)
     worker.stop(60)
     assert not warming.is_busy
-    assert [kind for kind, _ in told] == [EVENT]
+    assert [kind for kind, _ in told] == ["kernels"]
 
 
 def test_no_step_is_probed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -72,4 +72,4 @@ def test_no_step_is_probed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
         wait_for(lambda: step() or controller.rows.get("tensors"), "nothing measured after the warm-up")
         controller.send({"verb": "detach"})
         wait_for(lambda: step() or controller.closed.is_set(), "not detached")
-    assert any(row["kind"] == EVENT for row in controller.rows["events"])
+    assert any(row["kind"] == "kernels" for row in controller.rows["events"])

@@ -15,9 +15,10 @@ from torch import nn
 from mxprobe.agent.context import Context
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.taps.batch_readers import BATCH_TAPS, copied
-from mxprobe.agent.taps.splicing import Splices
+from mxprobe.agent.taps.splicing import Splices, wrapped
 from mxprobe.agent.taps.tap_table import Tap
-from mxprobe.measuring.tokens.training_batch import EVENT, Batch, BatchMeasurement
+from mxprobe.events import LOGPROBS, Event
+from mxprobe.measuring.tokens.training_batch import Batch, BatchMeasurement
 
 MAX_SEQUENCES = 256
 """Of one call; the others are left out."""
@@ -47,8 +48,8 @@ class BatchTaps(Part):
         self._splices = Splices(
             taps,
             self._listen,
-            on_wrapped=lambda tap: self._tell("tap", f"{tap.source} (training batch)"),
-            on_refused=lambda words: self._tell("tap", words),
+            on_wrapped=lambda tap: self._tell(wrapped(tap, "training batch")),
+            on_refused=self._tell,
             on_error=context.guard.swallow,
         )
         self._batches: dict[str, list[Batch]] = {}
@@ -58,8 +59,8 @@ class BatchTaps(Part):
 
     def remove(self) -> None:
         self.armed = False
-        for detail in self._splices.give_back():
-            self._tell("tap", detail)
+        for event in self._splices.give_back():
+            self._tell(event)
 
     def begin(self) -> None:
         if self._context.clock.is_watched:
@@ -71,8 +72,7 @@ class BatchTaps(Part):
         measured = self.collect()
         if measured is None:
             return ()
-        base = self._context.recorder
-        return [Job(lambda: measured.rows(base.step_base, self._tell), measured.device, [measured.ready], measured)]
+        return [Job(lambda: measured.rows(self._tell), measured.device, [measured.ready], measured)]
 
     def collect(self) -> BatchMeasurement | None:
         """Return what the step that is over has given, if anything. Of several sources, the one with most calls."""
@@ -96,9 +96,12 @@ class BatchTaps(Part):
         held = self._batches.get(tap.source, [])
         if batch.rollout is None or batch.train is None:
             missing = "rollout's" if batch.rollout is None else "trainer's"
-            self._tell(EVENT, f"{tap.source}: the batch does not hold the {missing} log-probabilities")
+            self._cannot(tap, "no_log_probs", f"the batch does not hold the {missing} log-probabilities")
         elif not batch.mask:
-            self._tell(EVENT, f"{tap.source}: the batch does not say which of its tokens count")
+            self._cannot(tap, "no_mask", "the batch does not say which of its tokens count")
         elif len(held) < MAX_CALLS:
             kept = Batch(*(copied(value, MAX_SEQUENCES) for value in batch[:5]), version_now=batch.version_now)
             self._batches.setdefault(tap.source, []).append(kept)
+
+    def _cannot(self, tap: Tap, state: str, why: str) -> None:
+        self._tell(Event(LOGPROBS, tap.source, state, text=f"{tap.source}: {why}"))

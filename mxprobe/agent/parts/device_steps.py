@@ -19,12 +19,12 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.part import Job, Part
+from mxprobe.events import Event, Tell
 
 KEPT = 256
 """Steps of each kind."""
 MAX_PENDING = 64
 """Boundaries that the device may be behind; beyond it the oldest are given up."""
-EVENT = "overhead"
 
 
 class StepTimes(NamedTuple):
@@ -38,9 +38,7 @@ class StepTimes(NamedTuple):
 class DeviceSteps(Part):
     name = "device steps"
 
-    def __init__(
-        self, clock: Clock, tell: Callable[[str, str], None], new_event: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, clock: Clock, tell: Tell, new_event: Callable[[], Any] | None = None) -> None:
         """`new_event`: makes an event that has `record`, `query` and `elapsed_time`; found by the model's device."""
         self._clock = clock
         self._tell = tell
@@ -61,7 +59,7 @@ class DeviceSteps(Part):
     def remove(self) -> None:
         words = self.words()
         if words:
-            self._tell(EVENT, words)
+            self._tell(Event("overhead", "", "step_times", text=words))
 
     def status(self) -> dict[str, Any]:
         return {"device_steps": self.words()}

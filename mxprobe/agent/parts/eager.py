@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import Job, Part
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.weight_modules import is_compiled
 
 EVENT = "eager"
@@ -30,7 +31,7 @@ class EagerSteps(Part):
 
     name = "eager steps"
 
-    def __init__(self, wanted: bool, clock: Clock, guard: Guard, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, wanted: bool, clock: Clock, guard: Guard, tell: Tell) -> None:
         self.is_on = False
         """Probed steps are run eagerly, since there is something compiled."""
         self._wanted = wanted
@@ -51,7 +52,8 @@ class EagerSteps(Part):
         any_compiled = any(is_compiled(module) for root in roots for module in root.modules())
         self.is_on = self._wanted and any_compiled and hasattr(torch.compiler, "set_stance")
         if self._wanted and any_compiled:
-            self._tell(EVENT, NOT_BIT_EXACT if self.is_on else _OLD)
+            told = ("on", NOT_BIT_EXACT) if self.is_on else ("off", _OLD)
+            self._tell(Event(EVENT, "", told[0], text=told[1]))
 
     def begin(self) -> None:
         if self._clock.probed:

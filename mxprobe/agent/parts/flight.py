@@ -19,14 +19,16 @@ from torch import nn
 
 from mxprobe.agent.context import Context
 from mxprobe.agent.guard import Guard, Hook
-from mxprobe.agent.part import Job, Part, TableRow
+from mxprobe.agent.part import Job, Part
+from mxprobe.events import Event
 from mxprobe.measuring.adapters.main_parameters import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
 from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
-from mxprobe.measuring.black_box import EVENT, TABLE, BlackBox, Entry, Norms
+from mxprobe.measuring.black_box import TABLE, BlackBox, Entry, Norms
 from mxprobe.measuring.compat import in_backward, local_shard, norms_of
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
+from mxprobe.schema import Row, TableRow
 
 
 class FlightRecorder(Part):
@@ -59,8 +61,7 @@ class FlightRecorder(Part):
         """`trigger`: keep what is held, and go to full statistics."""
         if frame["verb"] == "trigger":
             reason, n_steps = str(frame.get("reason", "")), self._context.run.n_steps
-            base = self._context.recorder
-            self._context.worker.put(lambda: self._keep(*self._black_box.trigger(reason), base.step_base + n_steps))
+            self._context.worker.put(lambda: self._keep(*self._black_box.trigger(reason), n_steps))
 
     def _hand_over(self, norms: Norms) -> None:
         if norms.ready:
@@ -69,15 +70,15 @@ class FlightRecorder(Part):
 
     def _judge(self, norms: Norms) -> Iterable[TableRow]:
         """In the worker."""
-        entry = Entry.read(norms, self._context.recorder.step_base)
+        entry = Entry.read(norms)
         self._keep(*self._black_box.add(entry), entry.step)
         return ()
 
-    def _keep(self, why: str, rows: list[dict[str, Any]], step: int) -> None:
+    def _keep(self, why: Event | None, rows: list[Row], step: int) -> None:
         context = self._context
-        if why:
+        if why is not None:
             context.schedule.demand(context.config.follow_steps)
-            context.events.write(EVENT, why, step - context.recorder.step_base)
+            context.events.write(why, step)
         for row in rows:
             context.recorder.add(TABLE, row)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from mxprobe.agent.context import Context
-from mxprobe.agent.memory import EVENT
-from mxprobe.agent.part import Job, Part, TableRow
+from mxprobe.agent.part import Job, Part
+from mxprobe.events import Event
+from mxprobe.schema import TableRow
 
 
 class MemoryInUse(Part):
@@ -27,7 +28,7 @@ class MemoryInUse(Part):
 
     def remove(self) -> None:
         if self._context.run.root_names:
-            self._context.events.tell(EVENT, self._context.memory.words())
+            self._context.events.tell(Event("memory", "", "in_use", text=self._context.memory.words()))
 
     def status(self) -> dict[str, Any]:
         memory = self._context.memory

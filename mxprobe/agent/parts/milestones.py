@@ -23,13 +23,12 @@ from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.taps.scalars import scalar
 from mxprobe.agent.taps.splicing import Splices
 from mxprobe.agent.taps.tap_table import Tap
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.compat import has_state_hooks
 
 SAVED, LOADED, RESUME, LEARNING_RATE = "checkpoint_saved", "checkpoint_loaded", "resume", "learning_rate"
 MOVED = 0.1
 """Relative change of a learning rate that is told: about 22 events while it falls to a tenth."""
-
-Tell = Callable[[str, str], None]
 
 
 def _file(argument: str) -> Callable[[Mapping[str, Any]], str]:
@@ -97,7 +96,7 @@ class Milestones(Part):
             taps,
             self._listen,
             on_wrapped=lambda tap: None,
-            on_refused=lambda words: tell("tap", words),
+            on_refused=tell,
             on_error=guard.swallow,
         )
         self._handles: list[Any] = []
@@ -136,7 +135,7 @@ class Milestones(Part):
             noted, self._noted = self._noted, {}
         for kind, details in noted.items():
             more = f" and {len(details) - 1} more" if len(details) > 1 else ""
-            self._tell(kind, details[0] + more)
+            self._tell(Event(kind, details[0], "", {"n": len(details)}, details[0] + more))
 
     def _look_at_rates(self, values: list[Any]) -> None:
         rates = [number for value in values if (number := scalar(value)) is not None]
@@ -146,7 +145,8 @@ class Milestones(Part):
         before, self._rates = self._rates, rates
         now = ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(rates))
         was = ", ".join(f"{rate:.4g}" for rate in dict.fromkeys(before))
-        self._tell(LEARNING_RATE, f"{was} -> {now}" if before else now)
+        words = f"{was} -> {now}" if before else now
+        self._tell(Event(LEARNING_RATE, "", "moved" if before else "first", {"rates": rates, "before": before}, words))
 
     def _listen(self, tap: Tap, arguments: dict[str, Any]) -> bool:
         """Note a call; False, because metric sinks inside are to be heard. The outermost call names the event."""

@@ -15,17 +15,17 @@ from torch import nn
 
 from mxprobe.agent.clock import Clock
 from mxprobe.agent.event_log import EventLog
-from mxprobe.agent.forwards import Forward
 from mxprobe.agent.guard import Guard, Hook
-from mxprobe.agent.part import TRAINER, Job, Part, TableRow
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.phases import Phases
 from mxprobe.measuring.adapters.module_names import named_modules
 from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.compat import in_backward
+from mxprobe.measuring.forwards import Forward
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.measuring.versions.weight_noise import EVENT, NoiseState, NormWeights
-from mxprobe.schema import Phase
+from mxprobe.measuring.versions.weight_noise import NoiseState, NormWeights
+from mxprobe.schema import Phase, TableRow
 
 
 class Norms(Part):
@@ -88,9 +88,9 @@ class Norms(Part):
     def _tell(self, weights: NormWeights, step: int) -> Iterable[TableRow]:
         """In the worker."""
         for phase, found in weights.changes().items():
-            detail = self._noise.of_norms(phase, found)
-            if detail:
-                self._events.write(EVENT, detail, step)
+            event = self._noise.of_norms(phase, found)
+            if event is not None:
+                self._events.write(event, step)
         return ()
 
     def _hook_of(self, name: str) -> Hook:

@@ -19,6 +19,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import Job, Part
 from mxprobe.agent.probes.module_probe import ModuleProbe
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.adapter import Reading, held
 from mxprobe.measuring.compat import in_backward, is_checkpointed
 from mxprobe.measuring.isolation import is_off_limits, is_plain
@@ -44,7 +45,7 @@ class PlantedOps(Part):
         self,
         clock: Clock,
         guard: Guard,
-        tell: Callable[[str, str], None],
+        tell: Tell,
         probes: Callable[[], Iterable[ModuleProbe]],
     ) -> None:
         self.is_on = False
@@ -67,7 +68,7 @@ class PlantedOps(Part):
         self._probes = [p for p in self._all_probes() if p.trains and type(p.module).forward is nn.Linear.forward]
         self.is_on = bool(self._probes)
         if self.is_on:
-            self._tell(EVENT, NOT_BIT_EXACT)
+            self._tell(Event(EVENT, "", "on", text=NOT_BIT_EXACT))
 
     def begin(self) -> None:
         if self._clock.probed and self.is_on and self._planting is not None:

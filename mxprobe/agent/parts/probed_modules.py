@@ -11,10 +11,11 @@ from torch import nn
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.context import Context
 from mxprobe.agent.module_rows import NO_GRADIENT, module_rows
-from mxprobe.agent.part import Job, Part, TableRow
+from mxprobe.agent.part import Job, Part
 from mxprobe.agent.phases import Phases
 from mxprobe.agent.probes.module_probe import ModuleProbe, any_rollout
 from mxprobe.agent.probes.router_probe import probe_of
+from mxprobe.events import Event
 from mxprobe.measuring.adapters.expert_numbers import first_experts
 from mxprobe.measuring.adapters.token_groups import token_group
 from mxprobe.measuring.adapters.weight_modules import COMPILED, Entry, misfits, take_inventory
@@ -23,10 +24,13 @@ from mxprobe.measuring.operands.bare_weights import copy_weights
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import Recipe
 from mxprobe.measuring.step_rows import measure_step
-from mxprobe.schema import Phase
+from mxprobe.schema import Phase, TableRow
 
 if TYPE_CHECKING:  # `typing` would keep what it is asked for here, and with it the modules of every attach
     AnySnapshot = Union[Snapshot, ExpertsSnapshot]
+
+_PLACE = ("phase", "role", "expert", "recipe")
+"""Data of an event that say what it is about, beside its subject."""
 
 
 class ProbedModules(Part):
@@ -43,9 +47,9 @@ class ProbedModules(Part):
         """Copied in the step under way."""
         self._recipes: dict[tuple[str, str], Recipe] = {}
         """The last exact recipe of each (module, phase)."""
-        self._told: dict[tuple[str, str, int], str] = {}
+        self._told: dict[tuple[str, str, int], Event] = {}
         """What was told of each (module, phase, expert)."""
-        self._found: set[tuple[str, str]] = set()
+        self._found: set[tuple[Any, ...]] = set()
 
     def linears(self) -> dict[str, nn.Linear]:
         """Return those that can be computed again, and whose weights have versions."""
@@ -56,7 +60,7 @@ class ProbedModules(Part):
         self._entries = take_inventory(list(roots), config.layers)
         group, first_expert = token_group(roots), first_experts(roots)
         for detail in misfits(self._entries):
-            context.events.tell("coverage", detail)
+            context.events.tell(Event("coverage", "", "misfit", text=detail))
         self._compiled = {entry.name for entry in self._entries if entry.selected and entry.obstacle == COMPILED}
         for entry in self._entries:
             if entry.selected:
@@ -92,7 +96,7 @@ class ProbedModules(Part):
             n_lost = probe.n_lost_gradients
             context.guard.attempt(f"end of a step of {probe.name}", probe.finish_step)
             if not n_lost and probe.n_lost_gradients:
-                context.events.tell("coverage", f"{probe.name}: {NO_GRADIENT}")
+                context.events.tell(Event("coverage", probe.name, "no_gradient", text=f"{probe.name}: {NO_GRADIENT}"))
         self._take_bare_weights(probes)
         clock.generated = any_rollout(probes)
         for probe in probes:
@@ -124,7 +128,6 @@ class ProbedModules(Part):
         rows = measure_step(
             snapshots,
             context.config,
-            step_base=context.recorder.step_base,
             recipes=self._recipes,
             history=context.history,
             told=self._told,
@@ -133,8 +136,9 @@ class ProbedModules(Part):
         return (found for found in rows if found[0] != "events" or self._is_first(found[1]))
 
     def _is_first(self, event: dict[str, Any]) -> bool:
-        """Whether a finding (kind and place) is new: a run that went NaN would tell it at every step."""
-        finding = (event["kind"], event["detail"].partition(":")[0])
+        """Whether a finding is new, by kind, state and place: a run that went NaN would tell it at every step."""
+        told: Event = event["event"]
+        finding = (told.kind, told.subject, told.state, *(told.data.get(name) for name in _PLACE))
         new = finding not in self._found
         self._found.add(finding)
         return new

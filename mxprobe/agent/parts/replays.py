@@ -19,6 +19,7 @@ from mxprobe.agent.guard import Hook
 from mxprobe.agent.memory import megabytes
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.replay_allowance import Allowance, Plan, shapes_of
+from mxprobe.events import Event
 from mxprobe.measuring.adapters.expert_structure import is_router
 from mxprobe.measuring.compat import in_backward
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
@@ -32,6 +33,7 @@ from mxprobe.measuring.replay.refusal import NotReplayableError
 from mxprobe.measuring.replay.sensitivity import CPU_MAX_ROWS, DEVICE_MAX_ROWS, Sensitivity, measure_sensitivity
 from mxprobe.measuring.replay.sharded import is_sharded
 from mxprobe.measuring.sampling import seed_of
+from mxprobe.schema import TableRow
 
 EVENT = "sensitivity"
 MAX_GRADIENT_BYTES = 1 << 30
@@ -43,8 +45,7 @@ KEPT_WIDER = ("mxfp8",)
 REPLAY_FACTOR = 11
 """A replay with all arms, gradients and directions, in times of one for sensitivity of as many rows: measured by
 benchmarks/sensitivity.py at 3 and at 6 times the rows that sensitivity takes."""
-TableRow = tuple[str, "dict[str, Any]"]
-Rows = Callable[[int], "list[TableRow]"]
+Rows = Callable[[], "list[TableRow]"]
 """Steps before attach -> (table, row); waits for the device, so the worker calls it."""
 
 
@@ -68,7 +69,7 @@ class Replays(Part):
         self._wanted: set[str] = set()
         self._given_up = False
         self._unsuited: set[int] = set()
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str, int]] = set()
         self.forget()
 
     @property
@@ -158,7 +159,8 @@ class Replays(Part):
         policy = find_policy(output)
         if policy is None:
             self._unsuited.add(id(root))
-            self._tell(f"{type(root).__name__} returns neither logits [B, T, V] nor log-probabilities: skipped")
+            name = type(root).__name__
+            self._tell("no_policy", f"{name} returns neither logits [B, T, V] nor log-probabilities: skipped", name)
         else:
             self._call, self._policy_shape = call, tuple(policy.tensor.shape)
             self._watch_gradient(policy)
@@ -190,8 +192,7 @@ class Replays(Part):
 
     def finish(self) -> Iterable[Job]:
         rows = None if self._clock.is_last else self.run()
-        base = self._context.recorder
-        return () if rows is None else [Job(lambda: rows(base.step_base))]
+        return () if rows is None else [Job(rows)]
 
     def run(self) -> Rows | None:
         """Replay what was captured. Returns what makes the rows, or None if there are none."""
@@ -223,15 +224,17 @@ class Replays(Part):
         spent_ms = (time.perf_counter_ns() - started) / 1e6
         held = megabytes(max(plan.needs[what] for what in plan.runs))
         self._tell(
+            "first_" + "_".join(sorted(plan.runs)),
             f"{', '.join(sorted(plan.runs))}: the first replay took {spent_ms:.0f} ms of the training thread, and held "
-            f"{held} at most (estimated)"
+            f"{held} at most (estimated)",
         )
         if not self._config.replay_every:
             step_ms, whole_ms = max(self._clock.step_ns / 1e6, 1e-3), REPLAY_FACTOR * _times_the_rows(call) * spent_ms
             self._tell(
+                "replays_off",
                 f"replays under other roundings are off: one would take about {whole_ms:.0f} ms and hold "
                 f"{megabytes(shapes.of_arms(self._config.gradient_probes))} at most (both estimated), so that "
-                f"--replay-every 1000 would cost {whole_ms / step_ms / 1000:.1%} of steps of {step_ms:.0f} ms"
+                f"--replay-every 1000 would cost {whole_ms / step_ms / 1000:.1%} of steps of {step_ms:.0f} ms",
             )
         self._reschedule(plan.runs)
         return self._rows(self._clock.step, micro_step, *made)
@@ -265,8 +268,11 @@ class Replays(Part):
             if sensitivity.unreached:
                 example = sorted(sensitivity.unreached)[0]
                 self._tell(
+                    "no_gradient",
                     f"no gradient reaches {len(sensitivity.unreached)} modules ({example}, ...): they stand below "
-                    "frozen ones or in a region with reentrant activation checkpointing"
+                    "frozen ones or in a region with reentrant activation checkpointing",
+                    example,
+                    len(sensitivity.unreached),
                 )
         arms: list[Arm] = []
         if "replays" in plan.runs:
@@ -284,10 +290,14 @@ class Replays(Part):
             )
             if self._of_routing(call) and all(arm.name != ROUTED for arm in arms):
                 self._tell(
-                    "the effect of routing replay is not measured: a router does not return the experts it chose"
+                    "no_routing_replay",
+                    "the effect of routing replay is not measured: a router does not return the experts it chose",
                 )
             if arms and not arms[0].gradients:
-                self._tell("replays run forwards only: no gradient is known at the policy, or none reaches the Linears")
+                self._tell(
+                    "forwards_only",
+                    "replays run forwards only: no gradient is known at the policy, or none reaches the Linears",
+                )
         probes = self._probe_gradients(call, gradient, seed) if arms and arms[0].gradients else []
         floor = self._measure_floor(call, mask) if "replays" in plan.runs else None
         return sensitivity, arms, probes, floor
@@ -304,7 +314,8 @@ class Replays(Part):
         except Exception as error:
             if is_of_a_signal_handler(error):
                 raise
-            self._tell(f"no floor: the batch cannot be put together otherwise ({type(error).__name__}: {error})")
+            why = f"the batch cannot be put together otherwise ({type(error).__name__}: {error})"
+            self._tell("no_floor", f"no floor: {why}")
             return None
 
     def _probe_gradients(self, call: Call, gradient: PolicyGradient, seed: int) -> list[dict[str, Any]]:
@@ -325,9 +336,9 @@ class Replays(Part):
     ) -> Rows:
         config, now = self._config, time.time_ns()
 
-        def rows(step_base: int) -> list[TableRow]:
+        def rows() -> list[TableRow]:
             when: dict[str, Any] = {
-                "step": step_base + step,
+                "step": step,
                 "micro_step": micro_step,
                 "time_ns": now,
                 "format": config.format,
@@ -338,7 +349,8 @@ class Replays(Part):
                 found += [("sensitivity", {**when, **row}) for row in sensitivity.rows()]
             if any(not arm.holds for arm in arms):
                 self._tell(
-                    "the effect of routing replay is not measured: a router's weights are no function known here"
+                    "no_routing_replay",
+                    "the effect of routing replay is not measured: a router's weights are no function known here",
                 )
             held = [arm for arm in arms if arm.holds]
             measured = [*held, floor.arm] if floor is not None else held
@@ -357,13 +369,15 @@ class Replays(Part):
         self._given_up = True
         self._wanted.clear()
         self.forget()
-        self._tell(f"no replay: {reason}")
+        self._tell("no_replay", f"no replay: {reason}")
 
-    def _tell(self, detail: str) -> None:
-        about = detail.partition(":")[0]
+    def _tell(self, state: str, words: str, subject: str = "", n_modules: int = 0) -> None:
+        """Tell of a state of a subject once, with the words of its first time."""
+        about = (state, subject, n_modules)
         if about not in self._told:
             self._told.add(about)
-            self._context.events.tell(EVENT, detail)
+            data = {"n_modules": n_modules} if n_modules else {}
+            self._context.events.tell(Event(EVENT, subject, state, data, words))
 
 
 def _failed(where: str, error: Exception) -> str:

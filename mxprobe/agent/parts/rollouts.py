@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from mxprobe.agent.context import Context
-from mxprobe.agent.forwards import Forward
 from mxprobe.agent.guard import Hook
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.phases import Phases
 from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
 from mxprobe.measuring.compat import in_backward
+from mxprobe.measuring.forwards import Forward
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.weights import effective_weight
 from mxprobe.measuring.replay.policy_output import find_policy
@@ -30,7 +30,7 @@ from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress
 from mxprobe.measuring.tokens.lm_head import find_head
 from mxprobe.measuring.tokens.logprobs import Scored, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import match
-from mxprobe.measuring.tokens.rollout_measurement import EVENT, Measurement
+from mxprobe.measuring.tokens.rollout_measurement import Measurement, not_measured
 from mxprobe.measuring.tokens.training_batch import Batch
 from mxprobe.schema import Phase
 
@@ -130,8 +130,7 @@ class Rollouts(Part):
         measured = self.collect()
         if measured is None:
             return ()
-        base = self._context.recorder
-        return [Job(lambda: measured.rows(base.step_base, self._tell), measured.device, [measured.ready], measured)]
+        return [Job(lambda: measured.rows(self._tell), measured.device, [measured.ready], measured)]
 
     def collect(self) -> Measurement | None:
         """Return what the step that is over has given; None if nothing."""
@@ -146,7 +145,7 @@ class Rollouts(Part):
         if generation is None or self._given_up:
             return None
         if not scored:
-            self._tell(EVENT, f"not measured: {self._why_not_scored}")
+            self._tell(not_measured(self._why_not_scored))
             return None
         return Measurement(generation, scored, step, streams, flips)
 
@@ -284,4 +283,4 @@ class Rollouts(Part):
         self._given_up = True
         self.armed = False
         self.forget()
-        self._tell(EVENT, f"not measured: {reason}")
+        self._tell(not_measured(reason))

@@ -44,6 +44,8 @@ class Signals(Part):
 
     def _add(self, rows: list[dict[str, Any]], completed: int | None) -> None:
         recorder = self._context.recorder
-        step = NO_STEP if completed is None else recorder.step_base + completed
         for row in rows:
-            recorder.add("signals", row if row["step"] != NO_STEP else {**row, "step": step})
+            if row["step"] == NO_STEP and completed is not None:
+                recorder.add("signals", {**row, "step": completed})
+            else:
+                recorder.add_absolute("signals", row)

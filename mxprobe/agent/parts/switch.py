@@ -22,6 +22,7 @@ from torch import nn
 from mxprobe.agent.context import Context
 from mxprobe.agent.part import Part
 from mxprobe.agent.stepping import between_steps
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.weight_modules import has_fused_path
 from mxprobe.measuring.compat import is_compiled
 
@@ -81,11 +82,11 @@ class Recipes(Part):
 
 
 class RecipeSwitch:
-    """One request at a time. `answer` sends a frame's members, `on_event` records a row of `events`."""
+    """One request at a time. `answer` sends a frame's members, `tell` takes events."""
 
-    def __init__(self, answer: Callable[[Answer], None], on_event: Callable[[str, str], None]) -> None:
+    def __init__(self, answer: Callable[[Answer], None], tell: Tell) -> None:
         self._answer = answer
-        self._on_event = on_event
+        self._tell = tell
         self._lock = threading.Lock()
         self._pending: Request | None = None
         self._ready = False
@@ -142,7 +143,8 @@ class RecipeSwitch:
             recipe = emulation.recipe
             if self._known.get(id(emulation), (None, None))[1] is not recipe:
                 self._known[id(emulation)] = (weakref.ref(emulation), recipe)
-                self._on_event("emulation", _summary(emulation))
+                state = "on" if emulation.is_on else "off"
+                self._tell(Event("emulation", str(recipe), state, text=_summary(emulation)))
 
     def leave(self, why: str) -> None:
         """The hooks come out: a request that waits is not going to be met."""

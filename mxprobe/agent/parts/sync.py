@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from mxprobe.agent.context import Context
-from mxprobe.agent.part import ROLLOUT, Job, Part, TableRow
+from mxprobe.agent.part import ROLLOUT, Job, Part
 from mxprobe.agent.taps.splicing import Splices
 from mxprobe.agent.taps.tap_table import Tap
+from mxprobe.events import WEIGHT_SYNC, Event
 from mxprobe.measuring.engines.fingerprints import engine_rows, hashed_of, not_comparable_row
-from mxprobe.measuring.engines.forms import TABLE
 from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, weights_of
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
+from mxprobe.schema import WEIGHT_CODES, TableRow
 
 LOAD = "load_weights"
 PROCESS = "process_weights_after_loading"
@@ -40,7 +41,6 @@ UPDATES: tuple[tuple[tuple[str, str], str, tuple[str, ...]], ...] = (
     (_UPDATER, "update_weights_from_ipc", ("recv_req",)),
 )
 """(module, class), method, parameters it must have: vLLM 0.33.0, SGLang 0.5.23."""
-EVENT = "weight_sync"
 PASS_BYTES = 1 << 26
 """Copied in one pass: weights that do not fit (of many experts) have their turn in the passes that follow."""
 
@@ -59,7 +59,7 @@ class Held:
     def rows(self, step: int) -> list[TableRow]:
         found = [row for each in self._taken for row in engine_rows(*each, step=step)]
         found += [not_comparable_row(*each, step=step) for each in self._left_out]
-        return [(TABLE, row) for row in found]
+        return [(WEIGHT_CODES, row) for row in found]
 
 
 class WeightSync(Part):
@@ -83,7 +83,8 @@ class WeightSync(Part):
     def watch(self, roots: Sequence[nn.Module]) -> None:
         loads = list(_owners(roots, LOAD))
         if not loads:
-            self._tell(EVENT, f"the model has no {LOAD} to listen to: its weights are read at probed passes")
+            words = f"the model has no {LOAD} to listen to: its weights are read at probed passes"
+            self._tell(Event(WEIGHT_SYNC, "", "no_loader", text=words))
         processes = _owners([each for root in roots for each in _processors(root)], PROCESS)
         taps = [Tap(c.__module__, c.__qualname__, LOAD, (), _nothing, "engine") for c in loads]
         taps += [Tap(c.__module__, c.__qualname__, PROCESS, ("layer",), _nothing, "engine") for c in processes]
@@ -92,7 +93,7 @@ class WeightSync(Part):
             taps,
             self._on_load,
             on_wrapped=lambda tap: None,
-            on_refused=lambda words: self._tell("tap", words),
+            on_refused=self._tell,
             on_error=self._context.guard.swallow,
         )
         self._splices.ensure_wrapped()
@@ -113,7 +114,7 @@ class WeightSync(Part):
         if held is None:
             return ()
         step = self._context.clock.step
-        return [Job(lambda: held.rows(self._context.recorder.step_base + step), held.device, [held.ready], held)]
+        return [Job(lambda: held.rows(step), held.device, [held.ready], held)]
 
     def take(self, roots: Sequence[nn.Module], max_bytes: int = PASS_BYTES) -> Held | None:
         """Copies of what is held; None where there is nothing to compare."""
@@ -147,7 +148,8 @@ class WeightSync(Part):
             read = f"{len(taken)} weights read, {len(left_out)} not comparable"
             later = "" if is_over else "; the others in the passes that follow"
             calls = ", ".join(f"{n} calls of {function}" for function, n in self._calls.items())
-            self._tell(EVENT, f"{calls}: {read}{later}")
+            counts = {"calls": dict(self._calls), "n_read": len(taken), "n_not_comparable": len(left_out)}
+            self._tell(Event(WEIGHT_SYNC, "", "loaded", counts, f"{calls}: {read}{later}"))
             self._calls.clear()
         return Held(taken, left_out, device) if taken or left_out else None
 

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from mxprobe.agent.context import Context
-from mxprobe.agent.part import TRAINER, Job, Part, TableRow
+from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.agent.parts.probed_modules import ProbedModules
 from mxprobe.agent.probes.expert_versions import copy_expert_versions
 from mxprobe.agent.probes.experts_probe import ExpertsProbe
 from mxprobe.measuring.adapters.expert_structure import is_router
-from mxprobe.measuring.engines import forms
 from mxprobe.measuring.engines.fingerprints import trainer_rows
 from mxprobe.measuring.sampling import spread
 from mxprobe.measuring.versions.weight_history import RECENT, Copies, Version, copy_versions
 from mxprobe.measuring.versions.weight_updates import update_row
+from mxprobe.schema import WEIGHT_CODES, TableRow
 
 UPDATES_EVERY = RECENT + 1
 """Steps between two rows of table `updates`: once in a group of versions."""
@@ -56,19 +56,19 @@ class Versions(Part):
                 yield "updates", self._update(name, *newest)
         if not history.generates:
             for stack in copies.stacks:
-                for row in stack.table_rows(self._context.recorder.step_base):
-                    yield forms.TABLE, row
+                for row in stack.table_rows():
+                    yield WEIGHT_CODES, row
 
     def _hashed(self, name: str, version: Version, out_features: int) -> Iterable[TableRow]:
         """Rows for engines elsewhere; a process that generates is asked by its outputs, see `WeightHistory`."""
         if not out_features or self._context.history.generates:
             return []
         index = spread(len(version.weight), out_features)
-        step = self._context.recorder.step_base + version.step
-        return [(forms.TABLE, row) for row in trainer_rows(name, version.weight, index, out_features, step=step)]
+        rows = trainer_rows(name, version.weight, index, out_features, step=version.step)
+        return [(WEIGHT_CODES, row) for row in rows]
 
     def _update(self, name: str, earlier: Version, before: Version, now: Version) -> dict[str, Any]:
-        rule, base = self._context.config.rule, self._context.recorder.step_base
+        rule = self._context.config.rule
         values = update_row(earlier.weight, before.weight, now.weight, rule=rule)
-        steps = {"step": base + now.step, "from_step": base + before.step}
+        steps = {"step": now.step, "from_step": before.step}
         return {**steps, "time_ns": time.time_ns(), "module": name, "format": "mxfp4", "rule": rule, **values}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from mxprobe.agent.part import Part
 from mxprobe.agent.worker import Worker
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.operands.operand import Operand, measure_operand
 from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.protocol import AgentConfig
@@ -24,7 +25,6 @@ from mxprobe.schema import Role
 from mxprobe_kernels.frontend import has_triton
 from mxprobe_kernels.policy import token_statistics
 
-EVENT = "kernels"
 SIZES = (64, 512)
 """Of the operands: some kernels are others for large blocks."""
 VOCABULARIES = (4096, 4097)
@@ -34,7 +34,7 @@ VOCABULARIES = (4096, 4097)
 class WarmUp(Part):
     name = "kernels"
 
-    def __init__(self, worker: Worker, config: AgentConfig, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, worker: Worker, config: AgentConfig, tell: Tell) -> None:
         self.took_ms: float | None = None
         """None where nothing is compiled, or is not yet."""
         self.where = ""
@@ -64,7 +64,7 @@ class WarmUp(Part):
             finally:
                 self.took_ms = (time.perf_counter() - started) * 1e3
                 self.is_busy = False
-            self._tell(EVENT, self.words())
+            self._tell(Event("kernels", "", "ready", {"took_ms": self.took_ms}, self.words()))
 
         self._worker.put(job)
 

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from mxprobe.agent.clock import Clock
-from mxprobe.agent.forwards import Forward, Kind
 from mxprobe.agent.guard import Guard, Hook
 from mxprobe.agent.phases import Phases
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.families import adapter_of
 from mxprobe.measuring.compat import base_of, in_backward
+from mxprobe.measuring.forwards import Forward, Kind
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.copying import n_rows, snapshot_of
 from mxprobe.measuring.operands.extent import Extent, element_bytes

@@ -25,7 +25,6 @@ from mxprobe.measuring.tokens.generation import Generation, is_measured, measure
 from mxprobe.measuring.tokens.matching import Match
 from mxprobe.measuring.tokens.routing_flips import Flips
 
-Row = dict[str, Any]
 MAX_MICRO_BATCHES = 16
 
 

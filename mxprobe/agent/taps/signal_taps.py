@@ -13,8 +13,10 @@ import time
 from typing import Any, Callable
 
 from mxprobe.agent.taps.scalars import is_on_device, scalar
-from mxprobe.agent.taps.splicing import Splices, is_loaded
+from mxprobe.agent.taps.splicing import Splices, is_loaded, wrapped
 from mxprobe.agent.taps.tap_table import FRAMEWORK_PACKAGES, TAPS, Tap
+from mxprobe.events import Event, Tell
+from mxprobe.schema import Row
 
 NO_STEP = -1
 """`step` of rows whose call named none: to be placed by their time."""
@@ -22,7 +24,6 @@ NO_STEP = -1
 ECHO_NS = 1_000_000_000
 """The same value under the same key from another sink within so long is the same number logged twice."""
 
-Row = dict[str, Any]
 Emit = Callable[["list[Row]"], None]
 
 
@@ -30,7 +31,7 @@ class SignalTaps:
     """Every sink of the table that the process has. Callable from any thread; nothing raises.
 
     emit(rows): the numbers of one call, `metric` and `estimator` left empty.
-    on_event(kind, detail): `tap` events, which say what is tapped, what could not be, what was left out.
+    tell: takes `tap` events, which say what is tapped, what could not be, what was left out.
     on_error(where, error): a call could not be read.
     """
 
@@ -38,19 +39,19 @@ class SignalTaps:
         self,
         emit: Emit,
         on_error: Callable[[str, BaseException], None],
-        on_event: Callable[[str, str], None],
+        tell: Tell,
         taps: tuple[Tap, ...] = TAPS,
     ) -> None:
         self.n_on_device = 0
         """Values left out because they lay on a device; reading them would have made the run wait."""
         self._emit = emit
         self._on_error = on_error
-        self._on_event = on_event
+        self._tell = tell
         self._splices = Splices(
             taps,
             self._listen,
-            on_wrapped=lambda tap: on_event("tap", f"{tap.source} ({_version(tap.package)})"),
-            on_refused=lambda words: on_event("tap", words),
+            on_wrapped=lambda tap: tell(wrapped(tap, _version(tap.package))),
+            on_refused=tell,
             on_error=on_error,
         )
         self._pid = os.getpid()
@@ -65,10 +66,11 @@ class SignalTaps:
 
     def unwrap(self) -> None:
         """Give every function back; where somebody has wrapped ours since, ours turns into a plain call."""
-        for detail in self._splices.give_back():
-            self._on_event("tap", detail)
+        for event in self._splices.give_back():
+            self._tell(event)
         if self.n_on_device:
-            self._on_event("tap", f"{self.n_on_device} values on a device were not recorded")
+            words = f"{self.n_on_device} values on a device were not recorded"
+            self._tell(Event("tap", "", "on_device", {"n": self.n_on_device}, words))
 
     def take_ns(self) -> int:
         """Time spent listening since the last call, in the threads that log."""
@@ -124,7 +126,8 @@ class SignalTaps:
         self.n_on_device += 1
         if tap.source not in self._told:
             self._told.add(tap.source)
-            self._on_event("tap", f"{tap.source} logs {key} as a tensor on a device: such values are not recorded")
+            words = f"{tap.source} logs {key} as a tensor on a device: such values are not recorded"
+            self._tell(Event("tap", tap.source, "on_device", {"key": key}, words))
 
 
 def any_sink(taps: tuple[Tap, ...] = TAPS) -> bool:

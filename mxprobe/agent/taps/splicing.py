@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from mxprobe.agent.taps.tap_table import Tap
+from mxprobe.events import Event, Tell
 
 Listener = Callable[[Tap, "dict[str, Any]"], bool]
 """Gets a call's arguments by name; never raises. False: not understood, listen to the sinks below."""
@@ -125,7 +126,7 @@ class Splices:
     """`ensure_wrapped` and `give_back` from any thread; nothing raises.
 
     on_wrapped(tap): a function is listened to.
-    on_refused(words): one is not what the table expects.
+    on_refused(event): one is not what the table expects.
     on_error(where, error): anything else; may end the whole session, which gives all back.
     """
 
@@ -135,7 +136,7 @@ class Splices:
         listen: Listener,
         *,
         on_wrapped: Callable[[Tap], None],
-        on_refused: Callable[[str], None],
+        on_refused: Tell,
         on_error: Callable[[str, BaseException], None],
     ) -> None:
         self.closed = False
@@ -164,7 +165,7 @@ class Splices:
             self._held.append(splice(tap, sys.modules[tap.module], self._listen))
             self._on_wrapped(tap)
         except TapNotApplicableError as reason:
-            self._on_refused(str(reason))
+            self._on_refused(Event("tap", tap.source, "refused", text=str(reason)))
         except Exception as error:
             self._on_error(f"tap {tap.source}", error)
 
@@ -175,13 +176,14 @@ class Splices:
             self._on_error(f"giving {tapped.tap.source} back", error)
             return False
 
-    def give_back(self) -> list[str]:
-        """Give every function back. Returns, in words, those left in place because somebody has wrapped ours since."""
+    def give_back(self) -> list[Event]:
+        """Give every function back. Return events of those left in place because somebody has wrapped ours since."""
         with self._lock:
             self.closed = True
             held, self._held = self._held, []
             left = [tapped.tap.source for tapped in reversed(held) if not self._is_back(tapped)]
-        return [f"left in place, passing calls on: {source} was wrapped again" for source in left]
+        words = "left in place, passing calls on: {} was wrapped again"
+        return [Event("tap", source, "left_in_place", text=words.format(source)) for source in left]
 
 
 def is_loaded(name: str) -> bool:
@@ -217,3 +219,8 @@ def _positional_names(tap: Tap, original: types.FunctionType) -> list[str]:
 
 def _function_of(held: Any) -> Any:
     return held.__func__ if isinstance(held, types.MethodType) else held
+
+
+def wrapped(tap: Tap, what: str) -> Event:
+    """Return the event that a function is listened to; `what` goes into brackets."""
+    return Event("tap", tap.source, "wrapped", text=f"{tap.source} ({what})")

@@ -15,19 +15,16 @@ import ctypes
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
-from mxprobe.measuring.engines.forms import AS_HELD, BF16, NOT_COMPARABLE, OF_BF16, ROLLOUT, ROUNDED, TRAIN, TRANSPOSED
 from mxprobe.measuring.engines.layouts import HeldWeight
 from mxprobe.measuring.recipes import quantize
 from mxprobe.measuring.sampling import spread
+from mxprobe.schema import AS_HELD, BF16, NOT_COMPARABLE, OF_BF16, ROUNDED, TRANSPOSED, Phase, Row
 
 HASHED_BYTES = 1 << 14
 MIN_FEATURES = 8
-
-Row = dict[str, Any]
 
 
 def features_of(out_features: int, in_features: int, device: torch.device | None = None) -> torch.Tensor:
@@ -66,7 +63,7 @@ def version_rows(
     """
 
     def row(form: str, hashes: list[int]) -> Row:
-        return _row(step, module, TRAIN, form, reading, shape, features, hashes)
+        return _row(step, module, Phase.TRAIN.value, form, reading, shape, features, hashes)
 
     yield row(BF16, row_hashes(values))
     for form in ROUNDED:
@@ -92,11 +89,12 @@ def engine_rows(weight: HeldWeight, values: torch.Tensor, columns: torch.Tensor 
     for form, shape, hashed in both:
         if hashed is not None:
             features = features_of(*shape).tolist()
-            yield _row(step, weight.module, ROLLOUT, form, weight.layout, shape, features, row_hashes(hashed))
+            hashes = row_hashes(hashed)
+            yield _row(step, weight.module, Phase.ROLLOUT.value, form, weight.layout, shape, features, hashes)
 
 
 def not_comparable_row(module: str, why: str, *, step: int) -> Row:
-    return _row(step, module, ROLLOUT, NOT_COMPARABLE, why, (0, 0), [], [])
+    return _row(step, module, Phase.ROLLOUT.value, NOT_COMPARABLE, why, (0, 0), [], [])
 
 
 _COLUMNS = ("module", "phase", "form", "layout", "shape", "features", "hashes")

@@ -11,9 +11,10 @@ from torch import nn
 from mxprobe.measuring.adapters.expert_numbers import own_experts
 from mxprobe.measuring.adapters.expert_structure import expert_parameters
 from mxprobe.measuring.engines.expert_parts import Part, parts_of
-from mxprobe.measuring.engines.fingerprints import Row, features_of, version_rows
+from mxprobe.measuring.engines.fingerprints import features_of, version_rows
 from mxprobe.measuring.isolation import is_plain, undisturbed
 from mxprobe.measuring.sampling import spread
+from mxprobe.schema import Row
 
 HASHED_ELEMENTS = 1 << 18
 """Elements of each of gate, up and down in one layer: one row each of 128 experts of 2,048 features."""
@@ -33,10 +34,10 @@ class HashedStack(NamedTuple):
     values: torch.Tensor
     """[n, K]"""
 
-    def table_rows(self, step_base: int) -> Iterator[Row]:
-        """Yield rows of table `weight_codes`; `step_base`: steps before attach."""
-        name, step = f"{self.module}.{self.part.name}", step_base + self.step
-        return version_rows(name, self.part.reading, self.shape, self.features, self.values, step=step)
+    def table_rows(self) -> Iterator[Row]:
+        """Yield rows of table `weight_codes`."""
+        name = f"{self.module}.{self.part.name}"
+        return version_rows(name, self.part.reading, self.shape, self.features, self.values, step=self.step)
 
 
 def copy_stacks(step: int, name: str, module: nn.Module, first: int) -> list[HashedStack]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mxprobe.events import EXPERTS, Event
 from mxprobe.measuring.operands.stack import Stack
 from mxprobe.measuring.recipes import (
     EXACT_FRAC,
@@ -23,11 +24,10 @@ from mxprobe.measuring.recipes import (
     infer_recipe,
     output_energies,
     quantize,
-    words_of,
+    recipe_words,
 )
 from mxprobe_kernels.recipe_grammar import NONE
 
-EVENT = "experts"
 EXPLAINED_AT_MOST = 8
 """Experts looked at alone in one step."""
 _LEADERS = 3
@@ -75,46 +75,51 @@ def _recipe(stack: Stack, previous: Recipe | None) -> tuple[Recipe, dict[str, An
     return found
 
 
-def explained(stack: Stack, odd: list[int], layer: Recipe) -> Iterator[tuple[int, str]]:
-    """(expert, what it computes) of the matrices that the layer's recipe does not explain, up to EXPLAINED_AT_MOST."""
+def explained(stack: Stack, odd: list[int], layer: Recipe, place: tuple[str, str]) -> Iterator[tuple[int, Event]]:
+    """Yield (expert, event) of the matrices that the layer's recipe does not explain, up to EXPLAINED_AT_MOST.
+
+    place: module and phase.
+    """
     numbers = [] if stack.experts is None else stack.experts.numbers
     for i in odd[:EXPLAINED_AT_MOST]:
-        yield numbers[i], _explain(stack, numbers, i, layer)
+        state, about = _explain(stack, numbers, i, layer)
+        where = {"phase": place[1], "expert": numbers[i], "layer_recipe": recipe_words(layer)}
+        yield numbers[i], Event(EXPERTS, place[0], state, {**where, **about})
 
 
-def _explain(stack: Stack, numbers: list[int], i: int, layer: Recipe) -> str:
-    """Say what an expert computes that the layer's recipe does not explain."""
+def _explain(stack: Stack, numbers: list[int], i: int, layer: Recipe) -> tuple[str, dict[str, Any]]:
+    """Return what an expert computes that the layer's recipe does not explain: a state of `experts`, and its data."""
     call = stack.call(i)
     recipe, sums = infer_recipe(call)
     if sums["exact"]:
-        return f"computes with its own weights under {words_of(recipe)}"
+        return "other_recipe", {"recipe": recipe_words(recipe)}
     y = call.y.double()
     for x_name, w_name in dict.fromkeys((layer, (NONE, NONE), *((rule, rule) for rule in RULES))):
         x = quantize(call.x, x_name).to(stack.y_dtype).double()
         for j, expert in enumerate(numbers):
             if j != i and _matches(y, x, quantize(stack.w_rows[j], w_name), stack.y_dtype):
-                return f"computes with the weights of expert {expert}"
+                return "other_expert", {"other": expert}
         if stack.out_index is None:
             for how, w in _relaid(call.w):
                 if _matches(y, x, quantize(w, w_name), stack.y_dtype):
-                    return f"computes with {how}"
+                    return how, {}
     share = float(sums["residual2"]) / max(float(sums["ref2"]), torch.finfo(torch.float64).tiny)
-    return f"computes something that none of the known recipes explains ({share:.2g} of its output's energy)"
+    return "unknown", {"residual_frac": share}
 
 
 def _relaid(w: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """W [O, K] as it comes out of an engine that read its layout otherwise."""
+    """Yield W [O, K] as an engine makes it that reads its layout otherwise, with the state that this is."""
     out_features, in_features = w.shape
     if out_features == in_features:
-        yield "the transpose of its weights", w.T.contiguous()
+        yield "transposed", w.T.contiguous()
     else:
-        yield "its weights read as if they were stored transposed", w.reshape(in_features, out_features).T.contiguous()
-        yield "its weights stored transposed and read as if they were not", w.T.reshape(out_features, in_features)
+        yield "read_transposed", w.reshape(in_features, out_features).T.contiguous()
+        yield "stored_transposed", w.T.reshape(out_features, in_features)
     half = out_features // 2
     if out_features % 2 == 0:
-        yield "the halves of its weights (gate, up) exchanged", torch.cat((w[half:], w[:half]))
-        yield "its gate and up rows interleaved", torch.stack((w[:half], w[half:]), 1).reshape(w.shape)
-        yield "its interleaved gate and up rows as halves", torch.cat((w[::2], w[1::2]))
+        yield "halves_exchanged", torch.cat((w[half:], w[:half]))
+        yield "rows_interleaved", torch.stack((w[:half], w[half:]), 1).reshape(w.shape)
+        yield "rows_as_halves", torch.cat((w[::2], w[1::2]))
 
 
 def _matches(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -14,14 +14,12 @@ by other than the k largest logits (a bias, groups of experts), no flip can be t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.recipes import quantize
-
-Row = dict[str, Any]
+from mxprobe.schema import Row
 
 _SUMS = ("sum_margin", "sum_margin2", "sum_logit2", "sum_error2", "sum_ran_error2", "sum_chance")
 _COUNTS = ("n_predicted", "n_slots_predicted", "n_observed", "n_slots_observed")

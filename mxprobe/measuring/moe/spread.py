@@ -8,12 +8,9 @@ Quantiles are of ratios, which cannot be added: they describe the experts of one
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from mxprobe.measuring.operands.stack import Experts
-from mxprobe.schema import EXPERT_SUMS, SPREAD_QUANTILES
-
-Row = dict[str, Any]
+from mxprobe.schema import EXPERT_SUMS, SPREAD_QUANTILES, Row
 
 OUTPUT_ERROR, ERROR, ZEROED, ROWS = "output_error", "error", "zeroed", "rows"
 EVERY = -1

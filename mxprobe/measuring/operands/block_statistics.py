@@ -11,18 +11,15 @@ Sums over blocks that are not all zero, so that `mxprobe.attribution.neighbours`
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
+from mxprobe.schema import Row
 from mxprobe_kernels.corrections import channels_of
 from mxprobe_kernels.torch_backend import ErrorFields
 
 TOP_PERCENT = (1, 5, 10)
 _NAMES = ("sum_crest", "sum_crest2", "sum_underflow", "sum_underflow2", "sum_crest_underflow")
-
-Row = dict[str, Any]
 
 
 @torch.no_grad()

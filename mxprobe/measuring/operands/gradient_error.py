@@ -15,15 +15,13 @@ wrong about, and ||a - b||^2 estimates the sampling noise of a + b.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from mxprobe.measuring.products import product
 from mxprobe.measuring.sampling import TILE
+from mxprobe.schema import Row
 from mxprobe_kernels.torch_backend import ErrorFields
-
-Row = dict[str, Any]
 
 WGRAD, DGRAD = "wgrad", "dgrad"
 _SUMS = ("ref2", "err2", "ref_err")

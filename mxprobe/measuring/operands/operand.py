@@ -26,13 +26,12 @@ import torch
 import torch.nn.functional as F
 
 import mxprobe_kernels
+from mxprobe.events import Event
 from mxprobe.measuring.operands.pieces import pieces
 from mxprobe.measuring.products import inner, product
-from mxprobe.schema import ENERGY_SUMS, EXPERT_SUMS, OUTPUT_SUMS, Role
+from mxprobe.schema import ENERGY_SUMS, EXPERT_SUMS, OUTPUT_SUMS, Role, Row
 from mxprobe_kernels import cpu_backend
 from mxprobe_kernels.torch_backend import ErrorFields, energies
-
-Row = dict[str, Any]
 
 IDENTITY_TOLERANCE = 1e-5
 """How far the components of a row may be from their total, as a share of it."""
@@ -227,3 +226,11 @@ def identity_error(row: Row) -> float:
 
 def _relative(parts: float, total: float) -> float:
     return abs(parts - total) / total if total > 0 else abs(parts)
+
+
+def identity_event(key: Mapping[str, Any], row: Row) -> Event | None:
+    """Return an event where the components of an operand do not add up to its total error."""
+    gap = identity_error(row)
+    if gap <= IDENTITY_TOLERANCE:
+        return None
+    return Event("identity", key["module"], "violated", {"role": key["role"], "gap": gap})

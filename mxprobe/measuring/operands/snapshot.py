@@ -31,10 +31,10 @@ class Moment:
     micro_step: int
     time_ns: int
 
-    def key(self, step_base: int) -> dict[str, Any]:
-        """Return the columns that all its rows share; the run had taken `step_base` steps before attach."""
+    def key(self) -> dict[str, Any]:
+        """Return the columns that all its rows share."""
         return {
-            "step": step_base + self.step,
+            "step": self.step,
             "micro_step": self.micro_step,
             "time_ns": self.time_ns,
             "module": self.module,

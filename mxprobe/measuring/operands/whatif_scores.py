@@ -8,8 +8,9 @@ import torch
 
 import mxprobe_kernels
 from mxprobe.measuring.operands import pieces
-from mxprobe.measuring.operands.operand import Measured, Row, part_of
+from mxprobe.measuring.operands.operand import Measured, part_of
 from mxprobe.measuring.products import product
+from mxprobe.schema import Row
 from mxprobe_kernels.recipe_grammar import Correction
 
 _SUMS = ("sum_e2", "sum_e2_on_d", "out_e2", "out_zeroed2")

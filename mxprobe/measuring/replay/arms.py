@@ -42,7 +42,7 @@ from mxprobe.measuring.replay.expert_forwards import RoutingReplay
 from mxprobe.measuring.replay.interception import Product, intercepted
 from mxprobe.measuring.replay.policy_output import PolicyGradient, PolicyOutput, chosen, draw_tokens, entropy_of
 from mxprobe.measuring.replay.representation import Representation
-from mxprobe.schema import DEFAULT_ARMS, Role
+from mxprobe.schema import DEFAULT_ARMS, Role, Row
 from mxprobe_kernels.recipe_grammar import Correction
 
 HIGH = "high"
@@ -57,7 +57,6 @@ MAX_REFERENCE = 1 << 26
 FORWARD_ROLES = (Role.X_FWD, Role.W_FWD)
 BACKWARD_ROLES = (Role.G_DGRAD, Role.W_DGRAD, Role.G_WGRAD, Role.X_WGRAD)
 
-Row = dict[str, Any]
 Quantize = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [rows, C], seed) -> x as the arm has it, blocks along the last axis, float32."""
 

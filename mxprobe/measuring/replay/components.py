@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mxprobe.schema import COMPONENTS
 from mxprobe_kernels.torch_backend import ErrorFields
 
-COMPONENTS = ("total", "scale", "deadzone", "grid")
 N_PARTS = len(COMPONENTS) - 1
 
 

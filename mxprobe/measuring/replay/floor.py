@@ -20,7 +20,8 @@ from mxprobe.measuring.replay.captured_call import Call, forward_policy, is_by_s
 from mxprobe.measuring.replay.interception import Product, intercepted
 from mxprobe.measuring.replay.policy_output import PolicyOutput, chosen, entropy_of
 from mxprobe.measuring.replay.refusal import NotReplayableError
-from mxprobe.measuring.replay.residual_stream import LayerDifference, Row, difference, layer_rows, sketched
+from mxprobe.measuring.replay.residual_stream import LayerDifference, difference, layer_rows, sketched
+from mxprobe.schema import Row
 
 FLOOR, FLOOR_OWN = "floor", "floor_own"
 

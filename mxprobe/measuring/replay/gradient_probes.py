@@ -30,11 +30,11 @@ from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.replay.arms import BACKWARD_ROLES, FORWARD_ROLES, HIGH, arm_product, quantizer, run_arm
 from mxprobe.measuring.replay.backward import WeightGradients
 from mxprobe.measuring.replay.captured_call import Call, forward_policy, replayed
-from mxprobe.measuring.replay.components import COMPONENTS, error_parts, with_total
+from mxprobe.measuring.replay.components import error_parts, with_total
 from mxprobe.measuring.replay.interception import intercepted
 from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.replay.refusal import NotReplayableError
-from mxprobe.schema import Role
+from mxprobe.schema import COMPONENTS, Role, Row
 
 ROLES = (*FORWARD_ROLES, *BACKWARD_ROLES)
 _TRAVEL = (*FORWARD_ROLES, Role.G_DGRAD, Role.W_DGRAD)
@@ -42,8 +42,6 @@ DOUBLE_BACKWARD, INTERVENTION = "double_backward", "intervention"
 MAX_ELEMENTS = 1 << 27
 """Elements of all operands of the call, over which groups are intervened on; about 20 bytes each are held."""
 MAX_GROUPS = 48
-
-Row = dict[str, Any]
 
 
 class _Operands(NamedTuple):

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mxprobe.measuring.replay.interception import Product
-from mxprobe.measuring.replay.residual_stream import Difference, LayerDifference, Row, difference, layer_rows
+from mxprobe.measuring.replay.residual_stream import Difference, LayerDifference, difference, layer_rows
 from mxprobe.measuring.sampling import spread
+from mxprobe.schema import Row
 
 MAX_ELEMENTS = 1 << 26
 """Elements of outputs in high precision that are held, float32."""

@@ -18,6 +18,7 @@ from torch import nn
 import mxprobe_kernels
 from mxprobe.measuring.isolation import is_plain
 from mxprobe.measuring.replay.interception import hooked
+from mxprobe.schema import Row
 
 SKETCH = 32
 MAX_TOKENS = 1024
@@ -25,8 +26,6 @@ MAX_TOKENS = 1024
 _SEED = 0x6D78
 GENERATION_TRAINING = "generation_training"
 """Comparison of the stream in generation with that in training."""
-
-Row = dict[str, Any]
 
 
 class Difference(NamedTuple):

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +28,11 @@ import mxprobe_kernels
 from mxprobe.measuring.interruptions import is_of_a_signal_handler
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.replay.captured_call import Call, forward_policy, is_by_sample, replayed, with_samples
-from mxprobe.measuring.replay.components import COMPONENTS, error_parts, with_total
+from mxprobe.measuring.replay.components import error_parts, with_total
 from mxprobe.measuring.replay.interception import MAX_OUTPUT_BYTES, Recorded, intercepted
 from mxprobe.measuring.replay.policy_output import TOKEN_ARGUMENT, PolicyOutput, chosen, entropy_of
 from mxprobe.measuring.replay.refusal import NotReplayableError
-from mxprobe.schema import Role
+from mxprobe.schema import COMPONENTS, Role, Row
 
 CPU_MAX_ROWS = 256
 DEVICE_MAX_ROWS = 2048
@@ -46,7 +45,6 @@ CHUNK_ELEMENTS = 1 << 20
 _WHOLE_ONLY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that do not take their batch in parts: to find out costs a forward pass, once."""
 
-Row = dict[str, Any]
 ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, K] -> float32 [C - 1, rows, K]"""
 

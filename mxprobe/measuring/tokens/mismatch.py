@@ -14,9 +14,11 @@ False clipping: PPO takes the gradient of a token away where w > 1 + eps at an a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from mxprobe.schema import Row
 
 CLIP_EPSILON = 0.2
 """A token counts as outside the clip range where p_train / p_rollout is not within 1 -+ this."""
@@ -28,8 +30,6 @@ OCTAVES = (0, 16, 64, 256, 1024, 4096, 16384)
 """First position (or length) of each bin."""
 MAX_LAG = 4
 UNKNOWN = -1
-
-Row = dict[str, Any]
 
 
 def coarsest(dtypes: Iterable[torch.dtype | None]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-Row = dict[str, Any]
+from mxprobe.schema import Row
 
 
 class Flips(NamedTuple):

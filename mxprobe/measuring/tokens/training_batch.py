@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from mxprobe.events import LOGPROBS, Event, Tell
 from mxprobe.measuring.operands.snapshot import event_now
-from mxprobe.measuring.tokens.mismatch import UNKNOWN, Pairs, Row, coarsest, table_rows
+from mxprobe.measuring.tokens.mismatch import UNKNOWN, Pairs, coarsest, table_rows
+from mxprobe.schema import TableRow
 
-EVENT = "logprobs"
-Tell = Callable[[str, str], None]
-TableRow = tuple[str, Row]
 PerToken = Any
 """A padded tensor [B, T], a tensor [n] without boundaries, a `Ragged`, or a list of tensors [n_i]."""
 
@@ -53,19 +51,19 @@ class BatchMeasurement:
         self._computed_in = computed_in
         self._time_ns = time.time_ns()
 
-    def rows(self, step_base: int, tell: Tell) -> list[TableRow]:
+    def rows(self, tell: Tell) -> list[TableRow]:
         """Return (table, row) of `rollouts` and `signals`; none, and an event, where the tensors do not fit."""
         try:
             pairs = join([tokens_of(batch) for batch in self._batches])
         except ValueError as reason:
-            tell(EVENT, f"{self._source}: not measured: {reason}")
+            tell(Event(LOGPROBS, self._source, "not_measured", text=f"{self._source}: not measured: {reason}"))
             return []
         if not len(pairs.log_prob_rollout):
             return []
         if torch.equal(pairs.log_prob_rollout, pairs.log_prob_train):
             same = "both sides hold the same numbers, as where the rollout's replace the trainer's"
-            tell(EVENT, f"{self._source}: {same}")
-        when = {"step": step_base + self._step, "time_ns": self._time_ns}
+            tell(Event(LOGPROBS, self._source, "same_numbers", text=f"{self._source}: {same}"))
+        when = {"step": self._step, "time_ns": self._time_ns}
         signals = f"mxprobe[{self._source}]"
         nan, dtype = float("nan"), self._dtype()
         return list(table_rows(pairs, when, self._source, signal_source=signals, temperature=nan, dtype=dtype))

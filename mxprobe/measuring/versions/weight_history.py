@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import mxprobe_kernels
+from mxprobe.events import WEIGHT_SYNC, Event
 from mxprobe.measuring.engines.hashed_stacks import HashedStack
 from mxprobe.measuring.isolation import undisturbed
 from mxprobe.measuring.operands.snapshot import Snapshot, event_now
@@ -33,8 +34,9 @@ SHARPER = 1e-2
 between neighbouring steps of a small learning rate the weights differ by less than 1e-5."""
 _SHARP_FRAC = 1e-9
 _PROBE_ROWS = 16
-EVENT = "weight_sync"
 _UNKNOWN = "unknown"
+_STATES = {"behind_first": "behind", "reordered": _UNKNOWN, "transposed": _UNKNOWN}
+"""State told -> state of the module, where these differ: going from one to the other is no news."""
 
 
 class Version(NamedTuple):
@@ -64,8 +66,8 @@ class Copies(NamedTuple):
 class Finding(NamedTuple):
     weight_lag: int | None
     """Steps behind the trainer, 0 for its current weights; None where it cannot be told."""
-    detail: str
-    """Words of an event, "" for none: what tells events apart comes before the first colon."""
+    event: Event | None
+    """News of the module's weights; None where there is none."""
 
 
 class Fit(NamedTuple):
@@ -134,35 +136,32 @@ class WeightHistory:
                 return change(snapshot.weight.watched.cpu(), held.weight)
         return None
 
-    def judge(self, snapshot: Snapshot, recipe: Recipe, *, exact: bool, step_base: int) -> Finding:
+    def judge(self, snapshot: Snapshot, recipe: Recipe, *, exact: bool) -> Finding:
         """Judge whose weights the snapshot's output was computed with; `recipe` fits the current ones best.
 
         Training and evaluation are only asked whether they use the module's own weight.
         """
         if snapshot.phase != Phase.ROLLOUT.value:
-            return Finding(0 if exact else None, "")
+            return Finding(0 if exact else None, None)
         versions = [_current(snapshot), *(v for v in self.versions(snapshot.module) if v.step < snapshot.step)]
         fit = self._fit(snapshot, versions, recipe, exact=exact)
         if fit is None:
-            return Finding(None, self._unknown(snapshot, versions, step_base))
+            return Finding(None, self._unknown(snapshot, versions))
         self._recipe[snapshot.module] = fit.recipe
         used = versions[fit.version]
         lag = snapshot.step - used.step
         if lag == 0:
-            return Finding(0, self._tell(snapshot, "current", "rollout computes with the trainer's current weights"))
+            return Finding(0, self._news(snapshot, "current"))
         is_first = used.step == self._first[snapshot.module].step
-        detail = (
-            f"rollout computes with the weights of step {step_base + used.step}, {lag} behind"
-            f"{' (the first version seen since attach)' if is_first else ''}; "
-            f"codes {codes_word(used.weight)}, the trainer's are {codes_word(versions[0].weight)}"
-        )
-        return Finding(lag, self._tell(snapshot, "behind", detail))
+        codes = {"codes": codes_word(used.weight), "trainer_codes": codes_word(versions[0].weight)}
+        state = "behind_first" if is_first else "behind"
+        return Finding(lag, self._news(snapshot, state, used_step=used.step, lag=lag, **codes))
 
-    def _tell(self, snapshot: Snapshot, state: str, detail: str) -> str:
-        """Return the event of a module whose state changed; `current` is one only after another state."""
+    def _news(self, snapshot: Snapshot, state: str, **data: Any) -> Event | None:
+        """Return the event of a module that has changed its state; current weights are news only afterwards."""
         before = self._state.get(snapshot.module, "current")
-        self._state[snapshot.module] = state
-        return "" if state == before else f"{snapshot.module} {state}: {detail}"
+        self._state[snapshot.module] = _STATES.get(state, state)
+        return None if self._state[snapshot.module] == before else Event(WEIGHT_SYNC, snapshot.module, state, data)
 
     def _fit(self, snapshot: Snapshot, versions: list[Version], recipe: Recipe, *, exact: bool) -> Fit | None:
         stack = _Stack(snapshot, versions)
@@ -176,25 +175,20 @@ class WeightHistory:
             return Fit(fits.index(best), recipe, best)
         return Fit(0, recipe, current)
 
-    def _unknown(self, snapshot: Snapshot, versions: list[Version], step_base: int) -> str:
-        """Return the event of a module whose weights no version explains; "" if it was told, or while none is kept."""
+    def _unknown(self, snapshot: Snapshot, versions: list[Version]) -> Event | None:
+        """Return the event of a module whose weights no version explains; None if told, or while none is kept."""
         steps = [v.step for v in versions[1:]]
         if self._state.get(snapshot.module) == _UNKNOWN:
-            return ""
+            return None
         if _is_reordered(snapshot):
-            detail = "rollout computes with the current weights, their output features in another order"
-        elif _is_transposed(snapshot):
-            detail = "rollout computes with the transpose of the current weights"
-        elif not steps:
-            return ""
-        else:
-            closest = versions[_Stack(snapshot, versions).closest()]
-            detail = (
-                f"rollout matches none of the last {len(steps)} versions kept, steps {step_base + min(steps)} to "
-                f"{step_base + max(steps)}, under any known recipe; closest is step {step_base + closest.step}. "
-                "Weights from before attach, of another model, or in a format that is not known here"
-            )
-        return self._tell(snapshot, _UNKNOWN, detail)
+            return self._news(snapshot, "reordered")
+        if _is_transposed(snapshot):
+            return self._news(snapshot, "transposed")
+        if not steps:
+            return None
+        closest = versions[_Stack(snapshot, versions).closest()].step
+        span = {"n_versions": len(steps), "first_step": min(steps), "last_step": max(steps)}
+        return self._news(snapshot, _UNKNOWN, **span, closest_step=closest)
 
 
 def _current(snapshot: Snapshot) -> Version:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-EVENT = "weight_noise"
+from mxprobe.events import NORMS, WEIGHT_NOISE, Event
+
 EVEN = 0.3
 """Evenness over which a change of a matrix is called noise; under it, a change of low rank."""
 
@@ -25,12 +26,6 @@ class Change(NamedTuple):
     sigma: float
     evenness: float
     """NaN for a vector."""
-
-    @property
-    def words(self) -> str:
-        if self.evenness < EVEN:
-            return f"a change of low rank, of relative rms {self.sigma:.3g}: a merged adapter"
-        return f"noise of relative rms {self.sigma:.3g}"
 
 
 def change(used: torch.Tensor, held: torch.Tensor) -> Change | None:
@@ -67,24 +62,26 @@ class NoiseState:
     """Turns what the steps show into events, each told when it begins and when it ends. Called by the worker only."""
 
     def __init__(self) -> None:
-        self._noisy: set[str] = set()
+        self._noisy: set[tuple[str, str]] = set()
 
-    def of_linear(self, module: str, phase: str, found: Change | None) -> str:
-        """Return the detail of an event, or an empty string."""
-        what = f"{module} {phase}"
-        return self._tell(what, f"{what}: weights differ from the trainer's own by ", found)
+    def of_linear(self, module: str, phase: str, found: Change | None) -> Event | None:
+        """Return the event that begins or ends the noise of a module in a phase, or None."""
+        state = "low_rank" if found is not None and found.evenness < EVEN else "noise"
+        return self._news(module, phase, found, state)
 
-    def of_norms(self, phase: str, found: Mapping[str, Change | None]) -> str:
-        """Return one event for all norms of a phase."""
+    def of_norms(self, phase: str, found: Mapping[str, Change | None]) -> Event | None:
+        """Return one event for all norms of a phase, or None; of their changes it tells the median one."""
         changed = sorted((c for c in found.values() if c is not None), key=lambda c: c.sigma)
-        what = f"norms {phase}"
-        start = f"{what}: the weights of {len(changed)} of {len(found)} norms differ from the trainer's own by "
-        return self._tell(what, start, changed[len(changed) // 2] if changed else None)
+        counts = {"n_changed": len(changed), "n_norms": len(found)}
+        middle = changed[len(changed) // 2] if changed else None
+        return self._news(NORMS, phase, middle, "norms_noise", **counts)
 
-    def _tell(self, what: str, start: str, found: Change | None) -> str:
-        was_noisy = what in self._noisy
+    def _news(self, subject: str, phase: str, found: Change | None, state: str, **counts: int) -> Event | None:
+        place = (subject, phase)
+        was_noisy = place in self._noisy
         if found is None:
-            self._noisy.discard(what)
-            return f"{what}: the trainer's own weights again" if was_noisy else ""
-        self._noisy.add(what)
-        return "" if was_noisy else start + found.words
+            self._noisy.discard(place)
+            return Event(WEIGHT_NOISE, subject, "own", {"phase": phase}) if was_noisy else None
+        self._noisy.add(place)
+        data = {"phase": phase, **counts, "sigma": found.sigma}
+        return None if was_noisy else Event(WEIGHT_NOISE, subject, state, data)

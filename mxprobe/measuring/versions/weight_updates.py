@@ -5,23 +5,20 @@
 An update smaller than the distance to the next rounding boundary changes no code, and one that crosses it changes the
 policy by a whole grid step: what arrives is dQ. An element that goes back to the value it had one version earlier
 oscillates (TetraJet, arXiv 2502.20853: R_w = sum |dQ| / sum |dW| over a window; elements near a boundary are those that
-will). Ratios are derived in `mxprobe.attribution.updates`.
+will). Ratios are derived in `mxprobe.attribution.update_visibility`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import mxprobe_kernels
+from mxprobe.schema import Row
 from mxprobe_kernels.formats import E2M1_GRID
 from mxprobe_kernels.torch_backend import ErrorFields
 
 NEAR = 0.1
 """Share of a grid step: elements so close to a rounding boundary are counted as near it."""
-
-Row = dict[str, Any]
 
 
 @torch.no_grad()
