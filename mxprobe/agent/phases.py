@@ -31,7 +31,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.part import TRAINER, Job, Part
 from mxprobe.declaration import declared_models
-from mxprobe.events import Event
+from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.call_stack import Stack, StackReader
 from mxprobe.measuring.compat import caller_frame, in_backward, is_compiled_in_place
