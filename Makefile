@@ -15,6 +15,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	PYTHONPATH=.:kernels:reports $(VENV)/bin/lint-imports
 
 types: $(STAMP)
 	$(VENV)/bin/pyright
