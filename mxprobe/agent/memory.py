@@ -159,18 +159,6 @@ class DeviceMemory:
 
         return release
 
-    def held_for(self, copies: Any, job: Callable[[], None]) -> Callable[[], None]:
-        """A job of the worker's that needs the copies, which are let go once it is over, or has failed."""
-        release = self.hold(copies)
-
-        def held() -> None:
-            try:
-                job()
-            finally:
-                release()
-
-        return held
-
     def _note(self) -> None:
         now = self._of_step + self._others
         self.peak, self._step_peak = max(self.peak, now), max(self._step_peak, now)

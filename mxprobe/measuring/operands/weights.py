@@ -44,14 +44,6 @@ class WeightSample:
     watched_index: torch.Tensor
     """[F]"""
 
-    @property
-    def out_frac(self) -> float:
-        return self.rows.shape[0] / self.columns.shape[0]
-
-    @property
-    def in_frac(self) -> float:
-        return self.columns.shape[1] / self.rows.shape[1]
-
 
 def sample_weight(
     module: nn.Module, *, max_features: int, seed: int, part: str = "", given: torch.Tensor | None = None
