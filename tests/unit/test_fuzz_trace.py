@@ -37,7 +37,8 @@ def rotated_and_cut(directory: Path) -> Path:
     writer = TraceWriter(directory, {}, rotate_bytes=3_000)
     for step in range(4):
         writer.append("signals", {"step": [step] * 20, "raw_key": [f"key {i}" for i in range(20)], "value": [0.5] * 20})
-        writer.append("events", {"step": [step], "kind": ["x"], "detail": ["y" * 50]}, rank=1)
+        if step:
+            writer.append("events", {"step": [step], "kind": ["x"], "detail": ["y" * 50]}, rank=1)
     writer.settle()
     writer.abandon()
     torn = live_path(directory, "events", 1)

@@ -75,7 +75,7 @@ class Watched:
         guard = Guard(10, lambda where, detail: self.errors.append(f"{where}: {detail}"), lambda: None)
         clock = Clock()
         clock.probed = True
-        self.phases = Phases(clock, guard, lambda kind, detail: self.told.append(f"{kind}: {detail}"), **options)
+        self.phases = Phases(clock, guard, lambda event: self.told.append(f"{event.kind}: {event.words}"), **options)
         self.phases.watch([self.root] if roots is None else roots)
         self.asked: list[Forward] = []
         first = next(m for m in self.root.modules() if isinstance(m, nn.Linear))
