@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import CODE_BINS, DELTA_BINS, TABLES, THINNED, Role
+from mxprobe.schema import CODE_BINS, DELTA_BINS, Role
+from mxprobe.tables import TABLES, THINNED
 from mxprobe.trace import Retention, TraceWriter, open_trace
 
 WEEK_S = 7 * 24 * 3600

@@ -28,7 +28,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mxprobe.schema import CODE_BINS, DELTA_BINS, SCHEMA_VERSION, TABLES, Phase, Role
+from mxprobe.schema import CODE_BINS, DELTA_BINS, SCHEMA_VERSION, Phase, Role
+from mxprobe.tables import TABLES
 from mxprobe.trace import layout
 from mxprobe.trace.arrow import ROWS_PER_PIECE, columns_of, table_schema
 from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from long_run import CONFIG, Rows, probed_step
 
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, layout, open_trace
 
 MODULES = [f"model.layers.{i // 7}.mlp.proj_{i % 7}" for i in range(200)]

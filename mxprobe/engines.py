@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxprobe.errors import UsageError
-from mxprobe.schema import TABLES, Row
+from mxprobe.schema import Row
+from mxprobe.tables import TABLES
 
 if TYPE_CHECKING:
     from torch import nn

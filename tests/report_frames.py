@@ -18,7 +18,8 @@ from mxprobe.attribution import (
     Snippet,
     Thresholds,
 )
-from mxprobe.schema import DELTA_BINS, TABLES, Component, Role, Verdict
+from mxprobe.schema import DELTA_BINS, Component, Role, Verdict
+from mxprobe.tables import TABLES
 from mxprobe.trace.arrow import conform
 from mxprobe_reports import Inputs, Rows
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter
 from tests import report_frames
 

@@ -35,7 +35,7 @@ from mxprobe.events import Event, Tell
 from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.call_stack import Stack, StackReader
 from mxprobe.measuring.compat import caller_frame, in_backward, is_compiled_in_place
-from mxprobe.measuring.forwards import Evidence, Forward, Kind, Line, settle_waiting
+from mxprobe.measuring.phase_rules import Evidence, Forward, Kind, Line, settle_waiting
 from mxprobe.measuring.tokens.prefixes import Prefixes
 from mxprobe.measuring.tokens.shapes import find_tokens, token_shape
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from mxprobe.agent.transport import Transport
 from mxprobe.events import finished
-from mxprobe.schema import TABLES, Row
+from mxprobe.schema import Row
+from mxprobe.tables import TABLES
 
 MAX_ROWS = 2000
 """Rows of one batch: a few megabytes of JSON, so that one batch is never a noticeable write."""

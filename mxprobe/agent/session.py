@@ -21,8 +21,8 @@ from mxprobe.agent.accounts import Accounts
 from mxprobe.agent.budget import Budget
 from mxprobe.agent.clock import completed_steps
 from mxprobe.agent.context import Context
+from mxprobe.agent.guarded_parts import PartList
 from mxprobe.agent.part import METRICS
-from mxprobe.agent.part_list import PartList
 from mxprobe.agent.parts import all_parts
 from mxprobe.agent.roots import RootWatch, holds_a_gemm, outermost, trained_roots
 from mxprobe.agent.run import State

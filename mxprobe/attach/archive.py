@@ -11,7 +11,7 @@ from pathlib import Path
 import mxprobe
 import mxprobe_kernels
 
-_TOP_LEVEL = ("__init__", "_version", "schema", "events", "protocol", "errors", "declaration")
+_TOP_LEVEL = ("__init__", "_version", "schema", "tables", "events", "protocol", "errors", "declaration")
 EMULATION = (
     *("__init__", "api", "attention", "automatic", "control", "linear", "modules", "quantizer", "recipe"),
     "selection",

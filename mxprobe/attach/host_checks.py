@@ -26,8 +26,8 @@ from mxprobe.attach.payload import in_thread
 from mxprobe.attach.process import look_up
 from mxprobe.attach.rundir import clean_stale, listener_socket_of
 from mxprobe.attach.startup_hook import hook_path
-from mxprobe.compat import has_gil
 from mxprobe.errors import MxprobeError
+from mxprobe.host_compat import has_gil
 from mxprobe.listener import private_directory
 from mxprobe_kernels.build_cpu import instruction_sets
 

@@ -26,8 +26,8 @@ from typing import IO, Any, NamedTuple
 
 from mxprobe.attach.joined_trace import JoinedTrace
 from mxprobe.attach.ray_node import NodeRecorder
-from mxprobe.compat import ray_actor_records
 from mxprobe.errors import EXIT_ATTACH, AttachError, MxprobeError, UsageError
+from mxprobe.host_compat import ray_actor_records
 
 _FIND_TIMEOUT_S = 60.0
 _NO_RAY = 3

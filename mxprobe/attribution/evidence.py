@@ -9,7 +9,8 @@ import pandas as pd
 
 from mxprobe.metrics import Series, preferred
 from mxprobe.numbers import number, p_value, whole_percent
-from mxprobe.schema import OUTPUT_SUMS, Component, Phase, Role
+from mxprobe.schema import Component, Phase, Role
+from mxprobe.tables import OUTPUT_SUMS
 from mxprobe.trace import Trace
 
 from . import ratios

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from mxprobe.events import EXPERTS
-from mxprobe.schema import SPREAD_QUANTILES, Row
+from mxprobe.schema import Row
+from mxprobe.tables import SPREAD_QUANTILES
 from mxprobe.trace import Trace
 from mxprobe.trace.chunks import chunks
 from mxprobe.trace.event_facts import events_of

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS
+from mxprobe.schema import COUNTS, ENERGY_SUMS
+from mxprobe.tables import OUTPUT_SUMS
 from mxprobe.trace import Trace
 from mxprobe.trace.aggregation import Aggregation
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Phase
+from mxprobe.schema import COUNTS, ENERGY_SUMS, Phase
+from mxprobe.tables import OUTPUT_SUMS
 from mxprobe.trace import Trace
 from mxprobe.trace.aggregation import Aggregation
 

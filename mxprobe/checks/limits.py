@@ -9,7 +9,8 @@ from typing import Any
 from mxprobe.attribution import recommend
 from mxprobe.config import LayerOverride, Settings, Value, keys_of
 from mxprobe.errors import TraceError, UsageError
-from mxprobe.schema import PLAIN_WORDS, TABLES
+from mxprobe.schema import PLAIN_WORDS
+from mxprobe.tables import TABLES
 from mxprobe.trace import Trace
 
 from .measures import OPERAND_LIMITS, Measure, OperandMeasures, realised_measures, run_measure

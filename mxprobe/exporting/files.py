@@ -20,7 +20,7 @@ import pyarrow.parquet
 
 from mxprobe.attribution.ratios import output_ratios, tensor_ratios
 from mxprobe.errors import UsageError
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import Trace
 from mxprobe.trace.layout import RUN_FILE, write_json
 
@@ -45,7 +45,7 @@ def export_files(
     """Write the tables that have rows (or those named) and yield each file once it is whole.
 
     Args:
-        tables: names of `mxprobe.schema.TABLES`; all if none are given.
+        tables: names of `mxprobe.tables.TABLES`; all if none are given.
         with_ratios: append the derived ratios to `tensors` (NMSE, remainder split, output error, ...).
         overwrite: replace files that are there.
 

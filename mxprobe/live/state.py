@@ -11,7 +11,8 @@ from mxprobe.attribution.component import name_component
 from mxprobe.attribution.coverage import coverage_of
 from mxprobe.attribution.ratios import mismatch_by_step, output_ratios, tensor_ratios, totals
 from mxprobe.attribution.thresholds import Thresholds
-from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, TABLES
+from mxprobe.schema import COUNTS, ENERGY_SUMS
+from mxprobe.tables import OUTPUT_SUMS, TABLES
 
 COLUMNS: dict[str, Sequence[str]] = {
     "tensors": ("step", "module", "role", "phase", *COUNTS, *ENERGY_SUMS, *OUTPUT_SUMS),

@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 
 from mxprobe.errors import UsageError
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import Trace, TraceWriter, open_trace
 
 from .calibration import calibration_files

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mxprobe.schema import OUTPUT_SUMS, Role, Row
+from mxprobe.schema import Role, Row
+from mxprobe.tables import OUTPUT_SUMS
 from mxprobe_kernels import Decomposition, apply_correction, decompose, error_fields
 from mxprobe_kernels.formats import get_format
 

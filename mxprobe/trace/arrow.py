@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import SPAN, TABLES, THINNED
+from mxprobe.tables import SPAN, TABLES, THINNED
 
 from .event_facts import with_facts
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 
 RUN_FILE = "run.json"
 LIVE_DIRECTORY = "live"

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 
 from . import layout
 from .aggregation import Aggregation
@@ -41,7 +41,7 @@ def open_trace(path: Path | str, *, engine: str = "arrow") -> "Trace":
 
 
 class Trace:
-    """A run's trace. Frames have the columns of `mxprobe.schema.TABLES` and a `rank`.
+    """A run's trace. Frames have the columns of `mxprobe.tables.TABLES` and a `rank`.
 
     Names (`module`, `role`, ...) are pandas categories; a column with missing integers is float with NaN.
     `problems` lists in sentences what is wrong with it, `is_complete` whether its writer closed it.

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import THINNED
+from mxprobe.tables import THINNED
 
 from . import layout
 from .compaction import write_part

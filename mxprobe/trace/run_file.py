@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, TABLES
+from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION
+from mxprobe.tables import TABLES
 
 from . import layout
 

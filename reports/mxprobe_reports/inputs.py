@@ -20,7 +20,7 @@ MAX_ROWS = {"tensors": 5_000_000, "whatif": 50_000_000, "outputs": 5_000_000, "g
 
 @dataclass(frozen=True)
 class Inputs:
-    """The large tables as `Rows`; the others as frames with the columns of `mxprobe.schema.TABLES`."""
+    """The large tables as `Rows`; the others as frames with the columns of `mxprobe.tables.TABLES`."""
 
     name: str
     recommendation: Recommendation

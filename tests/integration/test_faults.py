@@ -63,7 +63,7 @@ WAYS_OUT = {
     "agent.probes.experts_probe.ExpertsProbe._leave",
     "agent.probes.gemm_watch.GemmWatch.is_elsewhere",
     "agent.probes.gemm_watch.GemmWatch.leave",
-    "agent.parts.norms.Norms.remove",
+    "agent.parts.norm_layers.Norms.remove",
     "agent.phases.Phases._disarm",
     "agent.phases.Phases.remove",
     "agent.roots.RootWatch.close",
@@ -189,7 +189,7 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
         "gradient hook of lm_head",
     ),
     "agent.parts.flight.NormTaps._take": (TypeError("planted"), "error_budget", "flight recorder at embed"),
-    "agent.parts.norms.Norms._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
+    "agent.parts.norm_layers.Norms._on_call": (RuntimeError("planted"), "error_budget", "weights of block.norm"),
     "agent.probes.module_probe.ModuleProbe.arm": (RuntimeError("planted"), "error_budget", "probed modules"),
     "agent.phases.Phases._begin_forward": (RuntimeError("planted"), "error_budget", "phases"),
     "agent.parts.milestones.Milestones._note": (RuntimeError("planted"), "asked", "torch.serialization.save"),
@@ -200,7 +200,7 @@ PLANTED: dict[str, tuple[BaseException, str, str]] = {
     "agent.session.Session._install": (AttributeError("planted"), "error_budget", "optimizer step"),
     "agent.parts.probed_modules.ProbedModules._measure": (RuntimeError("planted"), "error_budget", "measuring"),
     "measuring.step_rows.measure_step": (MemoryError(), "error_budget", "measuring"),
-    "measuring.black_box.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
+    "measuring.flight_memory.BlackBox.add": (ZeroDivisionError("planted"), "error_budget", "measuring"),
     "agent.recorder.Recorder.flush": (MemoryError(), "error_budget", ""),
     "agent.transport.Transport.batch": (MemoryError(), "error_budget", ""),
     "agent.transport.Transport._send_all": (RuntimeError("planted"), "", ""),
@@ -270,7 +270,7 @@ def test_a_probe_that_takes_itself_off_in_a_call_has_others_on_the_module(name: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("agent.parts.switch.Recipes._answer", "asked"), ("agent.listening.Listening._on_event", "logger")],
+    [("agent.parts.recipe_switch.Recipes._answer", "asked"), ("agent.listening.Listening._on_event", "logger")],
 )
 def test_nothing_is_put_in_by_an_agent_that_fails_as_it_comes_or_goes(name: str, kind: str, tmp_path: Path) -> None:
     fault, _ = run_with(name, RuntimeError("planted"), tmp_path, kind)

@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 from mxprobe.attribution.ratios import totals
-from mxprobe.schema import COUNTS, ENERGY_SUMS, EXPERT_SUMS, OUTPUT_SUMS
+from mxprobe.schema import COUNTS, ENERGY_SUMS
+from mxprobe.tables import EXPERT_SUMS, OUTPUT_SUMS
 from tests.integration.parallel_ranks import ROLES
 
 ROOT = Path(__file__).parents[2]

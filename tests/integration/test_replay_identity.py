@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from tests.standin_controller import agent_thread, controlled, wait_for
 
 STEPS = 14

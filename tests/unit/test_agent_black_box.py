@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mxprobe.measuring.black_box import MAX_DUMPS, PAST_STEPS, BlackBox, Entry, first_nonfinite
+from mxprobe.measuring.flight_memory import MAX_DUMPS, PAST_STEPS, BlackBox, Entry, first_nonfinite
 
 MODULES = ("embed", "0.up", "0.down", "1.up", "1.down", "head")
 NONE: Mapping[str, float] = {}

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.parts.flight import NormTaps
-from mxprobe.measuring.black_box import Entry
+from mxprobe.measuring.flight_memory import Entry
 
 
 class Net(nn.Module):

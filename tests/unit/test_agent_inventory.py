@@ -14,7 +14,7 @@ from mxprobe.agent.roots import RootWatch, trained_roots
 from mxprobe.measuring.adapters.fused_experts import ExpertsAdapter
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
 from mxprobe.measuring.adapters.weight_modules import misfits, take_inventory
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 
 
 class Experts(nn.Module):

@@ -19,7 +19,8 @@ from mxprobe.measuring.operands.weights import sample_weight
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import TABLES, Role
+from mxprobe.schema import Role
+from mxprobe.tables import TABLES
 
 ROWS, K, OUT = 96, 64, 48
 

@@ -6,7 +6,8 @@ import torch
 import mxprobe_kernels
 from mxprobe.measuring.operands.operand import IDENTITY_TOLERANCE, Operand, identity_error, measure_operand
 from mxprobe.measuring.operands.whatif_scores import measure_corrections
-from mxprobe.schema import COUNTS, ENERGY_SUMS, OUTPUT_SUMS, Role
+from mxprobe.schema import COUNTS, ENERGY_SUMS, Role
+from mxprobe.tables import OUTPUT_SUMS
 from mxprobe_kernels.formats import Rule
 from mxprobe_kernels.recipe_grammar import DEFAULT_WHATIFS
 

@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 
 from mxprobe.cli import main
 from mxprobe.errors import EXIT_BREACHED, EXIT_OK, EXIT_TRACE, EXIT_USAGE
-from mxprobe.schema import SCHEMA_VERSION, TABLES
+from mxprobe.schema import SCHEMA_VERSION
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, layout
 from tests.trace_files import frames, write_trace
 

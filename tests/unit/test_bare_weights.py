@@ -18,7 +18,7 @@ from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.step_rows import measure_step
 from mxprobe.measuring.versions.weight_history import WeightHistory
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import OUTPUT_SUMS
+from mxprobe.tables import OUTPUT_SUMS
 from mxprobe_kernels import reference
 
 CONFIG = AgentConfig(whatifs=("of:0.5",))

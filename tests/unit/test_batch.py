@@ -15,7 +15,7 @@ from mxprobe.agent.taps.batch_readers import BATCH_TAPS
 from mxprobe.agent.taps.signal_taps import SignalTaps
 from mxprobe.measuring.tokens.mismatch import rollout_rows
 from mxprobe.measuring.tokens.training_batch import Batch, Ragged, join, tokens_of
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from tests import part_context, standin_sinks
 
 # Three responses of 2, 4 and 3 counted tokens, padded to 4; advantages of each sign.

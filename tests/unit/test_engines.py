@@ -26,7 +26,7 @@ from mxprobe.measuring.engines.fingerprints import (
 from mxprobe.measuring.engines.layouts import HeldWeight, NotComparable, decode_mxfp4, weights_of
 from mxprobe.measuring.operands.weights import watched_features
 from mxprobe.measuring.recipes import quantize
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, open_trace
 from tests import part_context
 from tests.standin_engine import (

@@ -16,7 +16,7 @@ from mxprobe.cli import main
 from mxprobe.exporting import curves
 from mxprobe.exporting.series import COLUMNS as TABLES_OF_CURVES
 from mxprobe.exporting.series import points, step_rows
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import open_trace
 from tests import report_frames
 from tests.trace_files import FRAMES, frames, write_trace

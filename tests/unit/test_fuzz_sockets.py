@@ -26,7 +26,7 @@ from mxprobe.agent.transport import Transport
 from mxprobe.attach.server import ClientAsked, ControlServer, Event
 from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.protocol import PROTOCOL_VERSION, VERBS, encode, recv_frame
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import open_trace
 
 N_EXAMPLES = int(os.environ.get("MXPROBE_FUZZ", "100"))

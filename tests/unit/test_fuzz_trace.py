@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, compact, open_trace
 from mxprobe.trace.layout import cut_files, live_path, part_files
 from tests import synthetic

@@ -16,7 +16,7 @@ from mxprobe.measuring.replay.captured_call import Call, capture
 from mxprobe.measuring.replay.gradient_probes import COMPONENTS, INTERVENTION, ROLES, groups, probe_gradients
 from mxprobe.measuring.replay.policy_output import PolicyGradient
 from mxprobe.measuring.replay.refusal import NotReplayableError
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from tests import small_lm
 from tests.unit.test_replay_gradients import HELD_OUT, loss_gradient
 from tests.unit.test_sensitivity import spearman

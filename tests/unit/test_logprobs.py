@@ -21,7 +21,7 @@ from mxprobe.measuring.tokens.lm_head import Head, find_head
 from mxprobe.measuring.tokens.logprobs import compute_dtype, pair_up, score_hidden, score_logits
 from mxprobe.measuring.tokens.matching import left_aligned, match
 from mxprobe.measuring.tokens.mismatch import Pairs, rollout_rows, signal_values
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe_kernels import token_statistics
 from tests.small_lm import SmallLM
 

@@ -15,7 +15,8 @@ from mxprobe.measuring.operands.operand import Operand, measure_operand
 from mxprobe.measuring.operands.weights import sample_weight
 from mxprobe.measuring.operands.whatif_scores import measure_corrections
 from mxprobe.protocol import AgentConfig
-from mxprobe.schema import TABLES, Role
+from mxprobe.schema import Role
+from mxprobe.tables import TABLES
 from mxprobe_kernels.recipe_grammar import CHANNEL_WHATIFS, Correction
 
 PLACE = {"step": 1, "module": "up", "role": "x_fwd", "phase": "train"}

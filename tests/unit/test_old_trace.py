@@ -23,7 +23,7 @@ from mxprobe.attribution import mixture, recommend, weight_changes
 from mxprobe.audit import audit, searches
 from mxprobe.cli import main
 from mxprobe.events import TEMPLATES, Event
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import Trace, TraceWriter, event_facts, open_trace
 from mxprobe.trace.arrow import conform
 from mxprobe_reports import quality

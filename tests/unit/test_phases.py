@@ -20,7 +20,7 @@ from mxprobe.agent.clock import Clock
 from mxprobe.agent.guard import Guard
 from mxprobe.agent.phases import Phases, entry_points
 from mxprobe.measuring.compat import in_backward
-from mxprobe.measuring.forwards import Forward
+from mxprobe.measuring.phase_rules import Forward
 from mxprobe.measuring.tokens.prefixes import Prefixes
 
 B, P, N = 4, 6, 5

@@ -15,7 +15,7 @@ from mxprobe.attribution.neighbours import basin_cosines, representations
 from mxprobe.measuring.replay.arms import Arm, replay_arms
 from mxprobe.measuring.replay.captured_call import capture
 from mxprobe.measuring.replay.policy_output import PolicyGradient
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from tests import small_lm
 
 WHEN = {"step": 1, "micro_step": 0, "time_ns": 1}

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from mxprobe.cli import main
 from mxprobe.errors import EXIT_TRACE, EXIT_USAGE
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, arrow
 from mxprobe_reports import inputs
 from tests import report_frames, trace_files

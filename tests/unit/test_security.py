@@ -21,7 +21,7 @@ from mxprobe.attach.server import ControlServer, Event
 from mxprobe.attach.trace_recorder import RunTrace, TraceRecorder
 from mxprobe.errors import TraceError
 from mxprobe.protocol import encode
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, layout, open_trace
 from mxprobe_reports import versions_card
 from tests.attach_targets import interpreters

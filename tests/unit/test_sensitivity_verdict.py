@@ -12,7 +12,8 @@ from mxprobe.attribution.component import OperandErrors, groups, name_component,
 from mxprobe.attribution.measured import OperandSums, measure
 from mxprobe.attribution.sensitivity_ranks import MIN_MICROBATCHES
 from mxprobe.attribution.thresholds import Thresholds
-from mxprobe.schema import TABLES, Component, Phase, Role
+from mxprobe.schema import Component, Phase, Role
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, open_trace
 
 THRESHOLDS = Thresholds()

@@ -19,7 +19,17 @@ KERNELS = Path(mxprobe_kernels.__file__).parent
 SHIPPED = [
     *(
         PACKAGE / f"{name}.py"
-        for name in ("__init__", "_version", "schema", "protocol", "listener", "errors", "declaration")
+        for name in (
+            "__init__",
+            "_version",
+            "schema",
+            "tables",
+            "events",
+            "protocol",
+            "listener",
+            "errors",
+            "declaration",
+        )
     ),
     *sorted((PACKAGE / "agent").rglob("*.py")),
     *sorted((PACKAGE / "measuring").rglob("*.py")),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mxprobe
-from mxprobe.agent.parts.switch import RecipeSwitch, Request, emulations_of
+from mxprobe.agent.parts.recipe_switch import RecipeSwitch, Request, emulations_of
 from mxprobe.emulation.api import active
 
 

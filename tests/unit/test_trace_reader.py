@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 
 from mxprobe.errors import TraceError
-from mxprobe.schema import SCHEMA_VERSION, TABLES
+from mxprobe.schema import SCHEMA_VERSION
+from mxprobe.tables import TABLES
 from mxprobe.trace import TraceWriter, arrow, compact, layout, open_trace
 from mxprobe.trace.arrow import arrow_type, conform
 

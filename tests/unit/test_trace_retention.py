@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 
 from mxprobe.attribution import recommend
-from mxprobe.schema import CODE_BINS, DELTA_BINS, TABLES, THINNED
+from mxprobe.schema import CODE_BINS, DELTA_BINS
+from mxprobe.tables import TABLES, THINNED
 from mxprobe.trace import Retention, TraceWriter, arrow, compact, layout, open_trace, retention
 from mxprobe.trace.thinning import Windows, add_up, thinned
 from tests import synthetic

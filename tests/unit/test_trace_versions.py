@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mxprobe.attribution import recommend
-from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, SPAN, TABLES, THINNED, Verdict
+from mxprobe.schema import SCHEMA_MINOR, SCHEMA_VERSION, Verdict
+from mxprobe.tables import SPAN, TABLES, THINNED
 from mxprobe.trace import arrow, layout, open_trace
 
 SCHEMAS = json.loads((Path(__file__).parents[1] / "golden" / "trace_schema.json").read_text())

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mxprobe.errors import EXIT_TRACE, TraceError
-from mxprobe.schema import DELTA_BINS, SPAN, TABLES
+from mxprobe.schema import DELTA_BINS
+from mxprobe.tables import SPAN, TABLES
 from mxprobe.trace import TraceWriter, compact, layout, open_trace
 
 NAMES = ["model.layers.0.mlp.up_proj", "größe[bold]", "模型.层", "a\u0000b", "x" * 300, "</script>", ""]

@@ -16,7 +16,7 @@ from mxprobe.agent.parts.versions import Versions
 from mxprobe.attribution.update_visibility import update_ratios, update_visibility
 from mxprobe.attribution.words import update_words
 from mxprobe.measuring.versions.weight_updates import near_boundary, update_row
-from mxprobe.schema import TABLES
+from mxprobe.tables import TABLES
 from tests import part_context
 
 BLOCK = [6.0, *[1.0] * 31]  # s = 1

@@ -16,13 +16,13 @@ from mxprobe.agent.parts.flight import FlightRecorder
 from mxprobe.agent.parts.memory_in_use import MemoryInUse
 from mxprobe.agent.parts.micro_batches import MicroBatches
 from mxprobe.agent.parts.milestones import Milestones
-from mxprobe.agent.parts.norms import Norms
+from mxprobe.agent.parts.norm_layers import Norms
 from mxprobe.agent.parts.planted import PlantedOps
 from mxprobe.agent.parts.probed_modules import ProbedModules
+from mxprobe.agent.parts.recipe_switch import Recipes
 from mxprobe.agent.parts.replays import Replays
 from mxprobe.agent.parts.rollouts import Rollouts
 from mxprobe.agent.parts.signals import Signals
-from mxprobe.agent.parts.switch import Recipes
 from mxprobe.agent.parts.sync import WeightSync
 from mxprobe.agent.parts.versions import Versions
 from mxprobe.agent.parts.warm_up import WarmUp

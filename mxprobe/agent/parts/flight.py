@@ -24,8 +24,8 @@ from mxprobe.events import Event
 from mxprobe.measuring.adapters.main_parameters import gradient_of
 from mxprobe.measuring.adapters.module_names import named_modules, plain_name
 from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
-from mxprobe.measuring.black_box import TABLE, BlackBox, Entry, Norms
 from mxprobe.measuring.compat import in_backward, local_shard, norms_of
+from mxprobe.measuring.flight_memory import TABLE, BlackBox, Entry, Norms
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
 from mxprobe.schema import Row, TableRow

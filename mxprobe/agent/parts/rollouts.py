@@ -21,9 +21,9 @@ from mxprobe.agent.phases import Phases
 from mxprobe.agent.probes.routing_probe import RoutingTap
 from mxprobe.agent.probes.stream_probe import StreamTap
 from mxprobe.measuring.compat import in_backward
-from mxprobe.measuring.forwards import Forward
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.weights import effective_weight
+from mxprobe.measuring.phase_rules import Forward
 from mxprobe.measuring.replay.policy_output import find_policy
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.measuring.tokens.generation import Generation, sampling_in_progress

@@ -29,12 +29,12 @@ from mxprobe.agent.phases import Phases
 from mxprobe.measuring.adapters.adapter import Reading
 from mxprobe.measuring.adapters.families import adapter_of
 from mxprobe.measuring.compat import base_of, in_backward
-from mxprobe.measuring.forwards import Forward, Kind
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.copying import n_rows, snapshot_of
 from mxprobe.measuring.operands.extent import Extent, element_bytes
 from mxprobe.measuring.operands.snapshot import Snapshot
 from mxprobe.measuring.operands.weights import WeightSample, sample_weight
+from mxprobe.measuring.phase_rules import Forward, Kind
 from mxprobe.measuring.sampling import seed_of
 from mxprobe.schema import Phase
 

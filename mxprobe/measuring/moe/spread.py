@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from mxprobe.measuring.operands.stack import Experts
-from mxprobe.schema import EXPERT_SUMS, SPREAD_QUANTILES, Row
+from mxprobe.schema import Row
+from mxprobe.tables import EXPERT_SUMS, SPREAD_QUANTILES
 
 OUTPUT_ERROR, ERROR, ZEROED, ROWS = "output_error", "error", "zeroed", "rows"
 EVERY = -1

@@ -29,7 +29,8 @@ import mxprobe_kernels
 from mxprobe.events import Event
 from mxprobe.measuring.operands.pieces import pieces
 from mxprobe.measuring.products import inner, product
-from mxprobe.schema import ENERGY_SUMS, EXPERT_SUMS, OUTPUT_SUMS, Role, Row
+from mxprobe.schema import ENERGY_SUMS, Role, Row
+from mxprobe.tables import EXPERT_SUMS, OUTPUT_SUMS
 from mxprobe_kernels import cpu_backend
 from mxprobe_kernels.torch_backend import ErrorFields, energies
 
@@ -85,7 +86,7 @@ class Measured(NamedTuple):
     weights: torch.Tensor | None = None
     """float64 [M]"""
     per_expert: Mapping[str, list[float]] = MappingProxyType({})
-    """Name of `schema.EXPERT_SUMS` -> one value for each expert; empty for a Linear."""
+    """Name of `tables.EXPERT_SUMS` -> one value for each expert; empty for a Linear."""
 
     @property
     def weighted(self) -> ErrorFields:
@@ -95,7 +96,7 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def measure_operand(operand: Operand, *, format: str, rule: str) -> Measured:
-    """Measure the sums of one row of table `tensors`: energies and counts of A, and `schema.OUTPUT_SUMS` of A B.
+    """Measure the sums of one row of table `tensors`: energies and counts of A, and `tables.OUTPUT_SUMS` of A B.
 
     A format with a scale for the tensor has one for all matrices together.
     """
@@ -145,7 +146,7 @@ def _count_there(row: Row, there: torch.Tensor, fields: ErrorFields) -> torch.Te
 def _per_expert(
     f: ErrorFields, outputs: torch.Tensor, n: torch.Tensor, n_nonfinite: torch.Tensor
 ) -> dict[str, list[float]]:
-    """Return `schema.EXPERT_SUMS` of each expert, from its `OUTPUT_SUMS` [_, E] and counts [E]."""
+    """Return `tables.EXPERT_SUMS` of each expert, from its `OUTPUT_SUMS` [_, E] and counts [E]."""
     counts = {"n_deadzone": f.on_d, "n_zeroed": f.zeroed, "n_saturated": f.saturated}
     sums = {"n": n, "n_nonfinite": n_nonfinite, **dict(zip(OUTPUT_SUMS, outputs))}
     sums.update((name, flags.sum((1, 2))) for name, flags in counts.items())
@@ -179,7 +180,7 @@ def _times(fields: ErrorFields, factors: torch.Tensor) -> ErrorFields:
 
 
 def output_sums(fields: ErrorFields, b: torch.Tensor) -> torch.Tensor:
-    """Return `schema.OUTPUT_SUMS` of each expert, float64 [10, E], for b float64 [E, C, N].
+    """Return `tables.OUTPUT_SUMS` of each expert, float64 [10, E], for b float64 [E, C, N].
 
     They are squared norms and inner products of the error of A B, by component.
     """

@@ -21,9 +21,9 @@ from mxprobe.agent.phases import Phases
 from mxprobe.measuring.adapters.module_names import named_modules
 from mxprobe.measuring.adapters.weight_modules import not_to_be_hooked
 from mxprobe.measuring.compat import in_backward
-from mxprobe.measuring.forwards import Forward
 from mxprobe.measuring.isolation import is_off_limits, is_plain, undisturbed
 from mxprobe.measuring.operands.snapshot import event_now
+from mxprobe.measuring.phase_rules import Forward
 from mxprobe.measuring.versions.weight_noise import NoiseState, NormWeights
 from mxprobe.schema import Phase, TableRow
 
