@@ -1,4 +1,4 @@
-"""Decides once for each forward pass of the model what it is, and by what evidence.
+"""Sees each forward pass of the model, once, and asks `mxprobe.measuring.phase_rules` what it is.
 
     training     a gradient is recorded
     rollout      one token after a longer forward (a KV cache); sequences that grow by one token from call to call;

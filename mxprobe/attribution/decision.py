@@ -1,4 +1,4 @@
-"""One decision from one weighting of the clusters: the order of science section 8, without words.
+"""The gates of the verdict, in the order in which they are asked, and the choice: one decision from one weighting.
 
 It runs once on all clusters and again on every resample, so that agreement is about the whole decision.
 """

@@ -1,4 +1,4 @@
-"""Known ways of quantizing something else than was meant, each with its title and its symptom: `pitfalls.toml`."""
+"""Reads the known pitfalls, their titles and symptoms, from `pitfalls.toml`; `searches` finds them in a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every private API of torch and CPython that is called in the user's process, each through one function.
+"""The private APIs of torch and CPython that the agent calls, each through one function.
 
 Each function says on which versions it was tried, and what happens where the API is missing. Nothing is imported
 for them: torch is there, and transformers is looked at only where it runs already.

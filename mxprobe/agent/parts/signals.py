@@ -1,4 +1,4 @@
-"""Training metrics, from the sinks that frameworks and loggers already call: rows of table `signals`."""
+"""The part around `mxprobe.agent.taps.signal_taps`: rows of table `signals`, under the step that was completed."""
 
 from __future__ import annotations
 

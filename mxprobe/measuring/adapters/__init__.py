@@ -1,1 +1,1 @@
-"""How each family of modules shows the operands of its GEMMs: one file per family, all of them in `table`."""
+"""How each family of modules shows the operands of its GEMMs: one file per family, listed in `families`."""

@@ -1,4 +1,4 @@
-"""What a layer really did: its output against its own exact product, and which expert does something else.
+"""What each expert really did: its output against its own exact product, and which expert does something else.
 
     ref_e = x_e W_e^T      realised, predicted and residual as in `mxprobe.measuring.recipes`, summed over the experts
 

@@ -1,4 +1,4 @@
-"""StreamSketches of the residual stream: what leaves each block of a model, projected to a few numbers per token.
+"""Sketches of the residual stream: what leaves each block of a model, projected to a few numbers per token.
 
     s = h R / sqrt(k)        R [H, k] of random signs, the same for every block, run and machine
     E |s|^2 = |h|^2          so |s_a - s_b|^2 / |s_a|^2 estimates the relative difference of two streams
