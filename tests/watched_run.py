@@ -131,6 +131,7 @@ def step_until_it_has_left(run: Run, controller: StandinController, *asks: dict[
                 asked = True
                 controller.send({"verb": "detach"})
             time.sleep(0.002)
+    assert controller.closed.wait(PATIENCE_S), "the controller still reads"
 
 
 def what_is_left(model: nn.Module) -> dict[str, list[str]]:

@@ -109,4 +109,4 @@ def test_an_engine_that_is_torn_from_a_trainer_with_fused_experts_is_named_by_la
     assert f"{len(BEHIND) + 1} of {len(EVERY)} weights of the rollout engine" in words
     report = mxprobe("report", str(trace), "-o", str(tmp_path / "run.html"), timeout_s=TIMEOUT_S)
     assert report.returncode == 0, report.stderr
-    assert "holds the trainer&#x27;s weights of step" in (tmp_path / "run.html").read_text()
+    assert "holds the trainer&#39;s weights of step" in (tmp_path / "run.html").read_text()
